@@ -1,0 +1,1 @@
+"""Runs engines in worker processes and writes what they compute to disk."""

@@ -1,0 +1,135 @@
+"""What every engine does, and how it describes itself.
+
+Knows torch as a type only and no engine library. An engine captures raw native tensors and says
+in its `Layout` how they map to checkpoint names; nothing here compares anything.
+
+To add an engine: subclass Engine, name it "module:Class" under the entry-point group
+`minite_diag.engines`, and let its tests subclass `minite_diag.testing.EngineContract`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from minite_diag.plan import EngineSpec, Plan
+
+if TYPE_CHECKING:
+    from minite_diag.capture.recorder import Recorder
+
+EVIDENCE: Final = ("native", "emulated", "modelled", "replaced")
+"""native: the engine's own kernel. emulated: the engine's own code path that imitates hardware.
+modelled: our bit-exact model of an engine that isn't here. replaced: our op inside the engine."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Who computed one op: `status` is one of EVIDENCE, `impl` the function that ran."""
+
+    op: str
+    status: str
+    impl: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint module inside a native (fused) module.
+
+    `start:stop` are its rows among the output features (0:0 means all of them); `expert` is its
+    index in a leading expert dimension.
+    """
+
+    fqn: str
+    start: int = 0
+    stop: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Native module name -> its parts. A native name that is absent stands for itself."""
+
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    block_scale_layout: str = "linear"
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What really ran. `label` distinguishes variants (te-ref, te-emu, te)."""
+
+    label: str
+    version: str
+    device: str
+    dtype: str
+    layout: Layout
+    evidence: tuple[Evidence, ...]
+    invisible: dict[str, str] = field(default_factory=dict)
+    """Site glob -> why this engine can't show it (a fused kernel, for example)."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Engine settings that change bits, read back from the running engine."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens to score, or a prompt to continue. `source` is the engine that generated them."""
+
+    mode: str
+    source: str
+    probe: str
+    token_ids: tuple[int, ...]
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Per position i of the sequence: log p(token i | tokens < i); None at position 0.
+
+    `top_ids[i]`, `top_logprobs[i]` are the k most probable tokens at that position (empty where
+    the engine doesn't give them); `phases[i]` is prefill or decode.
+    """
+
+    sequence: TokenSequence
+    logprobs: tuple[float | None, ...]
+    phases: tuple[str, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+class Engine(ABC):
+    """One loaded model in its own process."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
+        """Load `spec.checkpoint` and say what will run.
+
+        Raises EngineUnavailable if the library or a kernel is missing, EngineError if it fails.
+        """
+
+    @abstractmethod
+    def observe(self, recorder: Recorder) -> None:
+        """Hook every linear, expert, norm, router, attention and lm_head to `recorder`.
+
+        Writes the static tensors at once. A module that should be seen and can't be is in
+        `EngineInfo.invisible`; a hook that never fires is found by the recorder.
+        """
+
+    @abstractmethod
+    def score(self, sequence: TokenSequence) -> ScoredTokens:
+        """Teacher-forced log-probabilities of a sequence, computed alone (batch of one)."""
+
+    @abstractmethod
+    def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
+        """Continue `token_ids[:prompt_length]` by `num_tokens` at temperature 1, no truncation.
+
+        Returns the whole sequence (prompt + generated) with the sampler's own log-probabilities;
+        prompt positions may be None.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Free the model."""
+
+

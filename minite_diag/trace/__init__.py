@@ -1,0 +1,1 @@
+"""What one engine produced for one plan, on disk."""
