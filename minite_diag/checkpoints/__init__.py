@@ -1,0 +1,1 @@
+"""Checkpoints: resolve, read, choose linears, calibrate and export."""
