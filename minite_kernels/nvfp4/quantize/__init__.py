@@ -1,0 +1,152 @@
+"""Quantize FP32, BF16 or FP16 matrices to NVFP4 under a recipe, and back.
+
+``quantize`` checks its arguments, finds the global scale and hands over to the implementation;
+what is computed is in the recipe, how in ``_ref.py`` and ``_triton.py``. Invariant: for one recipe
+all implementations return the same bytes (stochastic rounding excepted: the same distribution).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minite_kernels.nvfp4.format import BLOCK_SIZE, E2M1_MAX, decode_e2m1
+from minite_kernels.nvfp4.layout import unpack_codes
+from minite_kernels.nvfp4.quantize import _ref
+from minite_kernels.nvfp4.quantize._ref import GlobalScale
+from minite_kernels.nvfp4.recipe import OperandRecipe, Recipe, Role, get_recipe
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+Impl = Literal["auto", "ref", "triton", "native"]
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+__all__ = ["amax_of", "dequantize", "global_scale", "quantize"]
+
+
+def quantize(
+    x_MK: Tensor,
+    recipe: Recipe | str,
+    *,
+    role: Role = "activation",
+    amax: Tensor | None = None,
+    global_encode_scale: Tensor | None = None,
+    global_decode_scale: Tensor | None = None,
+    impl: Impl = "auto",
+    generator: torch.Generator | None = None,
+) -> Nvfp4Tensor:
+    """Quantize x [M, K] (FP32, BF16, FP16; K even) along K exactly as the recipe's engine does.
+
+    At most one of ``amax``, ``global_encode_scale`` (2688/amax) and ``global_decode_scale``
+    (amax/2688) may be given, as FP32 [] or, for per-token recipes, [M]; without them the amax is
+    taken from x. A recipe with a static scale requires one. ``generator`` seeds stochastic
+    rounding. Promise: the same bytes from every ``impl``, for any number of other rows when the
+    amax is given or per token. Raises ValueError or TypeError with what to pass instead.
+    """
+    recipe = get_recipe(recipe)
+    operand = recipe.operand(role)
+    _check_input(x_MK)
+    scale = global_scale(
+        x_MK,
+        recipe,
+        role=role,
+        amax=amax,
+        global_encode_scale=global_encode_scale,
+        global_decode_scale=global_decode_scale,
+    )
+    if impl not in ("auto", "ref"):
+        raise ValueError(f"quantize has no impl {impl!r} here; one of auto, ref")
+    codes, block_scale = _ref.quantize_rows(operand, x_MK, scale, generator)
+    return Nvfp4Tensor(
+        codes=codes,
+        block_scale=block_scale,
+        amax=scale.amax,
+        global_encode_scale=scale.encode,
+        global_decode_scale=scale.decode,
+        shape=(x_MK.shape[0], x_MK.shape[1]),
+        recipe=recipe,
+        role=role,
+    )
+
+
+def amax_of(x_MK: Tensor, recipe: Recipe | str, *, role: Role = "activation") -> Tensor:
+    """Amax of x over the recipe's scope as FP32: [] per tensor, [M] per token."""
+    operand = get_recipe(recipe).operand(role)
+    if operand.amax_scope == "token":
+        return _ref.max_magnitude(operand, x_MK, dim=1)
+    return _ref.max_magnitude(operand, x_MK, dim=(0, 1))
+
+
+def global_scale(
+    x_MK: Tensor,
+    recipe: Recipe | str,
+    *,
+    role: Role = "activation",
+    amax: Tensor | None = None,
+    global_encode_scale: Tensor | None = None,
+    global_decode_scale: Tensor | None = None,
+) -> GlobalScale:
+    """Global scales with which ``quantize`` would quantize x: FP32, [] or [M] per token."""
+    recipe = get_recipe(recipe)
+    operand = recipe.operand(role)
+    given = (amax, global_encode_scale, global_decode_scale)
+    if sum(value is not None for value in given) > 1:
+        raise ValueError("pass one of amax, global_encode_scale and global_decode_scale, not more")
+    if global_encode_scale is not None:
+        return _of_encode(operand, _scalars(global_encode_scale, x_MK))
+    if global_decode_scale is not None:
+        return _of_decode(operand, _scalars(global_decode_scale, x_MK))
+    if amax is None and operand.amax_scope == "static":
+        raise ValueError(
+            f"recipe {recipe.name!r} has a static {role} scale: pass amax=, global_encode_scale= "
+            "or global_decode_scale="
+        )
+    if amax is None:
+        amax = amax_of(x_MK, recipe, role=role)
+    return _ref.global_scale_of_amax(operand, _scalars(amax, x_MK), x_MK.dtype)
+
+
+def _of_encode(operand: OperandRecipe, encode: Tensor) -> GlobalScale:
+    one = torch.ones((), dtype=torch.float32, device=encode.device)
+    amax = torch.div(one * (E2M1_MAX * operand.e4m3_max), encode)
+    return GlobalScale(amax, encode, torch.div(one, encode))
+
+
+def _of_decode(operand: OperandRecipe, decode: Tensor) -> GlobalScale:
+    one = torch.ones((), dtype=torch.float32, device=decode.device)
+    return GlobalScale(decode * (E2M1_MAX * operand.e4m3_max), torch.div(one, decode), decode)
+
+
+def _scalars(value: Tensor, x_MK: Tensor) -> Tensor:
+    """Check a given scale: FP32, one number or one a row, on x's device; [1] becomes []."""
+    if value.dtype != torch.float32:
+        raise TypeError(f"global scales and amax are float32, got {value.dtype}")
+    if value.device != x_MK.device:
+        raise ValueError(f"the scale is on {value.device}, x on {x_MK.device}")
+    if value.ndim == 0 or value.shape == (x_MK.shape[0],) and value.numel() != 1:
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
+    if value.numel() == x_MK.shape[0]:
+        return value.reshape(-1)
+    raise ValueError(f"a scale has 1 or M={x_MK.shape[0]} numbers, got shape {tuple(value.shape)}")
+
+
+def _check_input(x_MK: Tensor) -> None:
+    if x_MK.ndim != 2:
+        raise ValueError(f"quantize takes [M, K], got {x_MK.ndim} dims; flatten leading ones first")
+    if x_MK.dtype not in INPUT_DTYPES:
+        raise TypeError(f"quantize takes float32, bfloat16 or float16, got {x_MK.dtype}")
+    if x_MK.shape[1] % 2:
+        raise ValueError(f"K must be even to pack two codes a byte, got K={x_MK.shape[1]}")
+
+
+def dequantize(q: Nvfp4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode to [M, K] with the recipe's own expression in FP32, then one cast to ``dtype``."""
+    m, k = q.shape
+    scale = GlobalScale(q.amax, q.global_encode_scale, q.global_decode_scale)
+    factor_MB = _ref.dequantize_factor(q.operand, q.block_scale.to(torch.float32), scale)
+    value = decode_e2m1(unpack_codes(q.codes))
+    padded = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(m, -1, BLOCK_SIZE)
+    return (padded * factor_MB[..., None]).flatten(1)[:, :k].to(dtype)
