@@ -150,6 +150,9 @@ class Experts(nn.Module):
 class Model(nn.Module):
     """The network of `Qwen3MoeForCausalLM` at the sizes above."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.randn(VOCAB_SIZE, HIDDEN) * 0.5)
@@ -182,7 +185,9 @@ def to_checkpoint(model: Model) -> dict[str, Tensor]:
     out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     out["lm_head.weight"] = model.head
     for i in range(LAYERS):
-        layer, attention, experts = f"model.layers.{i}", model.attention[i], model.experts[i]
+        layer = f"model.layers.{i}"
+        attention: Any = model.attention[i]
+        experts: Any = model.experts[i]
         out[f"{layer}.input_layernorm.weight"] = model.norms[2 * i]
         out[f"{layer}.post_attention_layernorm.weight"] = model.norms[2 * i + 1]
         for name in "qkvo":
@@ -205,15 +210,29 @@ def _byte_characters() -> list[str]:
 
 def tokenizer_files() -> dict[str, dict[str, Any]]:
     """`tokenizer.json` and its config: byte-level BPE without merges, so ids are bytes."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    byte_level: dict[str, Any] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "use_regex": False,
+    }
     byte_level["trim_offsets"] = False
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags: dict[str, Any] = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
     added = [
         {"id": i, "content": text, **flags, "special": True}
         for text, i in corpus.SPECIAL_TOKENS.items()
     ]
-    bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
+    bpe: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None}
+    bpe |= {
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+    }
     bpe |= {"ignore_merges": False, "merges": []}
     bpe["vocab"] = {c: b for b, c in enumerate(_byte_characters())}
     template = (
