@@ -101,5 +101,6 @@ def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """Cast FP32 to E4M3: round to nearest even, saturate at +-448 (also inf), keep NaN."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """Cast FP32 to E4M3: round to nearest even, saturate at +-448 (also inf), NaN -> 0x7F."""
+    bytes_ = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(bytes_ == 0xFF, 0x7F, bytes_).view(torch.float8_e4m3fn)

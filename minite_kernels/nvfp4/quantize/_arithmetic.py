@@ -25,9 +25,10 @@ C6: Final = 0.16666667163372039794921875
 class Fp32:
     """FP32 multiply, divide and reciprocal as one operand recipe does them."""
 
-    def __init__(self, operand: OperandRecipe) -> None:
+    def __init__(self, operand: OperandRecipe, dtype: torch.dtype = torch.float32) -> None:
         self._flush = operand.flush_subnormals
         self._approximate = operand.reciprocal == "rcp_approx"
+        self.statistics_dtype = dtype if operand.statistics_dtype == "input" else torch.float32
 
     def mul(self, a: Tensor, b: Tensor | float) -> Tensor:
         """a * b, rounded once."""
@@ -41,6 +42,10 @@ class Fp32:
     def rcp(self, a: Tensor) -> Tensor:
         """The recipe's reciprocal of a: IEEE division or ``rcp.approx.ftz``."""
         return rcp_approx(a) if self._approximate else self.div(1.0, a)
+
+    def statistic(self, a: Tensor) -> Tensor:
+        """Round a statistic (1/A, S, b/6) to the dtype in which the recipe's observer works."""
+        return a.to(self.statistics_dtype).to(torch.float32)
 
     def _tensor(self, value: Tensor | float, device: torch.device) -> Tensor:
         if isinstance(value, Tensor):
@@ -71,7 +76,9 @@ def _power_of_two_below(fp: Fp32, encode: Tensor) -> Tensor:
 #: (fp, A, Q) -> (S, g), before the recipe's guard.
 GLOBAL_SCALES: Final[dict[str, Callable[[Fp32, Tensor, float], tuple[Tensor, Tensor]]]] = {
     "S = Q/A; g = 1/S": lambda fp, A, Q: _decode_of_encode(fp, fp.div(Q, A)),
-    "S = (1/A)*Q; g = 1/S": lambda fp, A, Q: _decode_of_encode(fp, fp.mul(fp.div(1.0, A), Q)),
+    "S = (1/A)*Q; g = 1/S": lambda fp, A, Q: _decode_of_encode(
+        fp, fp.statistic(fp.mul(fp.statistic(fp.div(1.0, A)), Q))
+    ),
     "g = A/Q; S = 1/g": lambda fp, A, Q: _encode_of_decode(fp, fp.div(A, Q)),
     "g = A*(1/Q); S = 1/g": lambda fp, A, Q: _encode_of_decode(
         fp, fp.mul(A, fp.div(1.0, _like(A, Q)))
@@ -115,8 +122,8 @@ BLOCK_SCALES: Final[dict[str, Callable[[Fp32, Tensor, Tensor, Tensor], Tensor]]]
     "S*(b*rcp(6))": lambda fp, b, S, g: fp.mul(S, fp.mul(b, C6)),  # rcp.approx is exact at 6
     "(S*b)*rcp(6)": lambda fp, b, S, g: fp.mul(fp.mul(S, b), C6),
     "(S*b)/6": lambda fp, b, S, g: fp.div(fp.mul(S, b), E2M1_MAX),
-    "(b/6)*S": lambda fp, b, S, g: fp.mul(fp.div(b, E2M1_MAX), S),
-    "(b*c6)*S": lambda fp, b, S, g: fp.mul(fp.mul(b, C6), S),
+    "(b/6)*S": lambda fp, b, S, g: fp.mul(fp.statistic(fp.div(b, E2M1_MAX)), S),
+    "(b*c6)*S": lambda fp, b, S, g: fp.mul(fp.statistic(fp.mul(b, C6)), S),
     "(b/6)/g": lambda fp, b, S, g: fp.div(fp.div(b, E2M1_MAX), g),
     "(b*c6)/g": lambda fp, b, S, g: fp.div(fp.mul(b, C6), g),
     "b/(6*g)": lambda fp, b, S, g: fp.div(b, fp.mul(g, E2M1_MAX)),

@@ -56,13 +56,11 @@ class GlobalScale:
 
 def global_scale_of_amax(operand: OperandRecipe, amax: Tensor, dtype: torch.dtype) -> GlobalScale:
     """Global scales of FP32 ``amax`` ([] or [M]); ``dtype`` is that of the quantized tensor."""
-    fp = Fp32(operand)
+    fp = Fp32(operand, dtype)
     q = E2M1_MAX * operand.e4m3_max
-    if operand.statistics_dtype == "input":
-        encode = _statistics_encode_scale(operand, amax, dtype)
-        return GlobalScale(amax, encode, fp.div(1.0, encode))
     if operand.global_guard == "tiny":
-        amax = torch.where(amax < torch.finfo(torch.float32).tiny, 2.0**-126, amax)
+        tiny = torch.finfo(fp.statistics_dtype).tiny
+        amax = torch.where(amax < tiny, tiny, amax)
     encode, decode = GLOBAL_SCALES[operand.global_scale](fp, amax, q)
     guarded = guard_global(operand.global_guard, amax, encode)
     if operand.global_guard != "none":
@@ -70,14 +68,6 @@ def global_scale_of_amax(operand: OperandRecipe, amax: Tensor, dtype: torch.dtyp
     if operand.global_scale.endswith("A := Q/S"):
         amax = torch.where(amax > 0, fp.div(q, guarded), amax)
     return GlobalScale(amax, guarded, decode)
-
-
-def _statistics_encode_scale(operand: OperandRecipe, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """``S = (1/A)*Q`` with A, 1/A and the product each rounded to the tensor's own dtype."""
-    tiny = torch.finfo(dtype).tiny
-    amax = torch.where(amax < tiny, tiny, amax).to(dtype)
-    encode = (amax.reciprocal() * (E2M1_MAX * operand.e4m3_max)).to(torch.float32)
-    return torch.where(encode.isfinite(), encode, 1.0)
 
 
 def block_amax(operand: OperandRecipe, x_MB16: Tensor) -> Tensor:
@@ -103,9 +93,12 @@ def max_magnitude(operand: OperandRecipe, x: Tensor, dim: int | tuple[int, ...])
     return torch.where(known.any(dim), dropped, largest)
 
 
-def block_scale(operand: OperandRecipe, b: Tensor, scale: GlobalScale) -> Tensor:
-    """Block scale before its cast to E4M3, clamped and floored: FP32 [M, B]."""
-    t = BLOCK_SCALES[operand.block_scale](Fp32(operand), b, scale.encode, scale.decode)
+def block_scale(
+    operand: OperandRecipe, b: Tensor, scale: GlobalScale, dtype: torch.dtype
+) -> Tensor:
+    """Block scale before its cast to E4M3: FP32 [M, B]; ``dtype`` is that of x."""
+    fp = Fp32(operand, dtype)
+    t = BLOCK_SCALES[operand.block_scale](fp, b, scale.encode, scale.decode)
     if operand.zero_block_scale is not None and operand.zero_block_scale_when == "before_cast":
         t = torch.where(t == 0, operand.zero_block_scale, t)
     return t
@@ -192,7 +185,7 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [M, B, 16] and block scales E4M3 [M, B] of blocks [M, B, 16]."""
     b = block_amax(operand, x_MB16)
-    t = block_scale(operand, b, scale)
+    t = block_scale(operand, b, scale, x_MB16.dtype)
     if operand.four_over_six is not None:
         return _four_over_six(operand, operand.four_over_six, x_MB16, t, b, scale)
     s8 = cast_block_scale(operand, t)
