@@ -27,8 +27,8 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., features] as [rows, features]."""
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+    """[batch, tokens, ...] as [rows, features]; a matrix stays as it is."""
+    return tensor.flatten(0, 1).flatten(1) if tensor.dim() > 2 else tensor
 
 
 def attach(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from minite_diag.engines.base import Layout
+from minite_diag.errors import EngineError
 from minite_diag.plan import CaptureSpec
 from minite_diag.site import matches
 from minite_diag.trace.store import DiskBudgetExceeded, Row, TraceWriter
@@ -93,6 +94,12 @@ class Recorder:
         self._fired.add((native, kind))
         if not self.wants(native, kind):
             return
+        expected = len(self._rows) if row_index is None else len(row_index)
+        if not per_call and tensor.shape[0] != expected:
+            raise EngineError(
+                f"{native}:{kind} has {tensor.shape[0]} rows, the call has {expected} tokens there",
+                "the engine's hook takes the wrong tensor: report it",
+            )
         rows = "call" if per_call else "tokens" if row_index is None else "routed"
         if not per_call and self._kept is not None:
             tensor, row_index = self._limit(tensor, row_index)

@@ -131,5 +131,3 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free the model."""
-
-

@@ -34,6 +34,8 @@ MANIFEST_SCHEMA: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
 SEGMENT_BYTES: Final = 1 << 30
 RECENT_TENSORS: Final = 3
+RECENT_KINDS: Final = frozenset({"input", "act_codes", "act_block_scale"})
+"""Kinds that several modules share: each is written once and referred to."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,7 @@ class DiskBudgetExceeded(Exception):
 class TraceWriter:
     """Appends tensors, calls and tokens of one engine to its trace folder."""
 
-    def __init__(
-        self, folder: Path, max_disk: int | None = None, stats_only: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, max_disk: int | None = None, stats_only: bool = False) -> None:
         self.folder = folder
         self.max_disk = max_disk
         self.stats_only = stats_only
@@ -125,7 +125,7 @@ class TraceWriter:
         if self.stats_only:
             entry.update(_statistics(tensor))
         else:
-            entry["file"], entry["offset"] = self._place(tensor)
+            entry["file"], entry["offset"] = self._place(kind, tensor)
             if row_index is not None:
                 file, entry["row_offset"] = self._append(row_index.to(torch.int32))
                 if file != entry["file"]:
@@ -133,17 +133,14 @@ class TraceWriter:
                     _, entry["row_offset"] = self._append(row_index.to(torch.int32))
         self._index.append(entry)
 
-    def _place(self, tensor: torch.Tensor) -> tuple[str, int]:
-        for recent, where in self._recent:
-            if (
-                recent.dtype == tensor.dtype
-                and recent.shape == tensor.shape
-                and torch.equal(recent.view(torch.uint8), tensor.contiguous().view(torch.uint8))
-                and tensor.dim() > 0
-            ):
+    def _place(self, kind: str, tensor: torch.Tensor) -> tuple[str, int]:
+        for i, (recent, where) in enumerate(self._recent):
+            if _has_bytes_of(recent, tensor):
+                del self._recent[i]
+                self._recent.append((recent, where))
                 return where
         where = self._append(tensor)
-        if tensor.dim() > 0:
+        if kind in RECENT_KINDS and tensor.dim() > 0:
             self._recent.append((tensor.detach().contiguous().clone(), where))
         return where
 
@@ -179,6 +176,14 @@ class TraceWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _has_bytes_of(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
@@ -276,8 +281,8 @@ class Trace:
         files = sorted((self.folder / "tensors").glob("index-*.parquet"))
         refs: list[TensorRef] = []
         for file in files:
-            for record in read_table(file, TENSORS).to_pylist():
-                refs.append(TensorRef(**{**record, "shape": tuple(record["shape"])}))
+            records = read_table(file, TENSORS).to_pylist()
+            refs += [TensorRef(**{**r, "shape": tuple(r["shape"])}) for r in records]
         return refs
 
     def read(self, ref: TensorRef) -> torch.Tensor:
@@ -333,5 +338,3 @@ def traces_of(run: Path) -> Iterator[Trace]:
     for folder in sorted((run / "traces").glob("*/")):
         if (folder / MANIFEST_FILE).exists():
             yield Trace(folder)
-
-

@@ -1,0 +1,1 @@
+"""Where the gap is born and why."""

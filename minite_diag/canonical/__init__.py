@@ -1,0 +1,1 @@
+"""From what an engine wrote to what the checkpoint calls it: names, shards, tokens, scales."""

@@ -1,0 +1,80 @@
+"""The stages of `compare` in order, with what a person sees meanwhile.
+
+Knows the stages and Rich; computes nothing. Invariant: whatever a stage left on disk stays there
+when a later one fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from minite_diag.capture.runner import CaptureResult, capture
+from minite_diag.plan import EngineSpec, read_plan
+from minite_diag.prepare import CompareRequest, make_run_folder, prepare
+from minite_diag.report.console import print_summary
+
+
+class CompareFlow:
+    """plan -> capture -> compare -> summary, report, gate."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self.console = console
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        """One progress line, unless quiet."""
+        if not self.quiet:
+            self.console.print(escape(text), style="dim", highlight=False)
+
+    def prepare(self, request: CompareRequest, out: Path | None) -> Path:
+        """Make the run directory and the plan; returns the directory."""
+        run = make_run_folder(out, request)
+        plan = prepare(request, run, self.say)
+        self.say(
+            f"run {run}: {len(plan.probes)} probes, {len(plan.engines)} engines, "
+            f"at most {plan.capture.expected_bytes / 1e9:.2f} GB expected"
+        )
+        return run
+
+    def finish(self, run: Path, *, resume: bool, profile: str | None) -> dict[str, Any]:
+        """Capture what is missing, compare, summarize; returns the summary object."""
+        from minite_diag.compare import compare
+        from minite_diag.gate import check_gate, with_gate
+        from minite_diag.report.html import write_report
+        from minite_diag.summary import summarize
+
+        plan = read_plan(run)
+        results = capture(plan, run, self._report, resume=resume)
+        for result in results:
+            self._say_result(result)
+        self.say("comparing")
+        compare(run)
+        summary = summarize(run)
+        if profile is not None:
+            summary = with_gate(summary, check_gate(run, summary, profile, {}))
+        write_report(run, summary, None)
+        print_summary(summary, self.console)
+        return summary
+
+    def _report(self, spec: EngineSpec, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "loaded":
+            self.say(f"{spec.id}: {event['label']} loaded in {event['seconds']:.0f} s")
+        elif kind == "sequence":
+            self.say(f"{spec.id}: {event['mode']} {event['probe']} ({event['done']}/{event['of']})")
+        elif kind == "kept":
+            self.say(f"{spec.id}: kept from before")
+
+    def _say_result(self, result: CaptureResult) -> None:
+        if result.status == "error":
+            self.console.print(
+                f"{escape(result.engine_id)}: {escape(result.message)}",
+                style="red",
+                highlight=False,
+            )
+            self.console.print(f"  next: {escape(result.hint)}", highlight=False)
+            self.console.print(f"  log:  {escape(result.log)}", highlight=False)

@@ -1,0 +1,382 @@
+"""Engine `hf`: a transformers causal LM, in high precision; the base that `te` builds on.
+
+The only file (with te.py) that imports transformers. Every op is transformers' own (`native`);
+expert matmuls are seen by watching `torch.nn.functional.linear` inside the experts module, whose
+weights are one fused tensor, so nothing that runs is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from minite_diag.capture.hooks import attach, flatten_rows
+from minite_diag.capture.recorder import Recorder
+from minite_diag.engines.base import (
+    Engine,
+    EngineInfo,
+    Evidence,
+    Layout,
+    Part,
+    ScoredTokens,
+    TokenSequence,
+)
+from minite_diag.errors import EngineError, EngineUnavailable, UsageError
+from minite_diag.plan import EngineSpec, Plan
+from minite_diag.trace.store import Row
+
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+OPTIONS: Final = frozenset({"dtype", "device", "attention"})
+LOGPROB_ROWS: Final = 256
+"""Rows of logits turned into FP32 log-probabilities at a time."""
+
+
+class HfEngine(Engine):
+    """transformers, teacher-forced with one forward pass, sampled with its KV cache."""
+
+    name: ClassVar[str] = "hf"
+    label: ClassVar[str] = "hf"
+    options: ClassVar[frozenset[str]] = OPTIONS
+
+    def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
+        """Load the checkpoint in `dtype` on `device` with the `attention` implementation."""
+        unknown = set(spec.options) - self.options
+        if unknown:
+            raise UsageError(
+                f"engine {self.name!r} has no option {sorted(unknown)[0]!r}",
+                f"one of: {', '.join(sorted(self.options))}",
+            )
+        if spec.checkpoint_format.startswith("nvfp4"):
+            raise UsageError(
+                f"engine {self.name!r} loads high-precision checkpoints, "
+                f"{spec.checkpoint} is {spec.checkpoint_format}",
+                "give the BF16 master weights to the learner",
+            )
+        self.plan = plan
+        self.dtype = _dtype(spec.options.get("dtype", plan.dtype))
+        self.device = torch.device(spec.options.get("device") or _default_device())
+        self.attention = spec.options.get("attention", "sdpa")
+        self.model = self._load_model(Path(spec.checkpoint))
+        self._calls_rows: list[Row] = []
+        return EngineInfo(
+            label=self.label,
+            version=importlib.metadata.version("transformers"),
+            device=_device_name(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            layout=Layout(_expert_parts(self.model)),
+            evidence=tuple(self.evidence()),
+            settings={
+                "attention": str(self.model.config._attn_implementation),
+                "experts": str(getattr(self.model.config, "_experts_implementation", None)),
+                "threads": str(torch.get_num_threads()),
+            },
+        )
+
+    def _load_model(self, folder: Path) -> Any:
+        try:
+            import transformers
+        except ImportError as error:
+            raise EngineUnavailable(
+                f"engine {self.name!r} needs transformers: {error}",
+                "pip install 'minite-diag[hf]'",
+            ) from error
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=self.dtype,
+                attn_implementation=self.attention,
+                local_files_only=True,
+            )
+        except (ValueError, KeyError, OSError) as error:
+            raise EngineError(
+                f"{self.name}: transformers can't load {folder}: {error}",
+                "check that transformers knows the architecture in config.json",
+            ) from error
+        if _expert_modules(model):
+            model.set_experts_implementation("eager")
+        return model.eval().to(self.device)
+
+    def evidence(self) -> Iterator[Evidence]:
+        """Every op is transformers' own."""
+        for op, impl in (
+            ("linear", "torch.nn.functional.linear"),
+            (
+                "norm",
+                type(self.model.model.norm).__module__ + "." + type(self.model.model.norm).__name__,
+            ),
+            ("rope", "transformers apply_rotary_pos_emb"),
+            ("attention", f"transformers {self.attention}"),
+            ("activation", "transformers ACT2FN"),
+            ("lm_head", "torch.nn.functional.linear"),
+            ("logprobs", "torch.log_softmax in float32"),
+        ):
+            yield Evidence(op, "native", impl)
+        if _expert_modules(self.model):
+            yield Evidence("router", "native", "transformers top-k router")
+            yield Evidence("experts", "native", "transformers eager experts")
+
+    def observe(self, recorder: Recorder) -> None:
+        """Hook every linear, norm, router, expert, attention and layer; write the weights."""
+        self.recorder: Recorder | None = recorder
+        for name, module in self.model.named_modules():
+            self._write_weights(name, module, recorder)
+            self._observe_module(name, module, recorder)
+        _observe_attention(self.model, self.attention, recorder)
+
+    def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            recorder.static(name, "weight", weight)
+        elif _is_experts(module):
+            recorder.static(f"{name}.gate_up_proj", "weight", module.gate_up_proj)  # type: ignore[arg-type]
+            recorder.static(f"{name}.down_proj", "weight", module.down_proj)  # type: ignore[arg-type]
+
+    def _observe_module(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        kind = type(module).__name__
+        if name == "lm_head":
+            attach(module, name, recorder, output_kind="logits")
+        elif _is_experts(module):
+            _observe_experts(name, module, recorder)
+        elif kind.endswith("Router"):
+            _observe_router(name, module, recorder)
+        elif isinstance(module, nn.Linear) or "Norm" in kind:
+            attach(module, name, recorder)
+            if name.endswith("mlp.down_proj"):
+                attach(
+                    module,
+                    name.removesuffix("down_proj") + "act_fn",
+                    recorder,
+                    input_kind="output",
+                    output_kind=None,
+                )
+        elif isinstance(module, nn.Embedding) or re.fullmatch(r".*layers\.\d+", name):
+            attach(module, name, recorder, input_kind=None)
+
+    def score(self, sequence: TokenSequence) -> ScoredTokens:
+        """One forward pass over the sequence alone."""
+        self._begin(sequence, 0, len(sequence.token_ids), "prefill")
+        ids = torch.tensor([sequence.token_ids], device=self.device)
+        with torch.inference_mode():
+            logits_TV = self.model(input_ids=ids, use_cache=False).logits[0]
+            logprobs, top_ids, top_logprobs = _gather(
+                logits_TV[:-1], ids[0, 1:], self.plan.capture.top_k
+            )
+        return ScoredTokens(
+            sequence,
+            (None, *logprobs),
+            ("prefill",) * len(sequence.token_ids),
+            ((), *top_ids),
+            ((), *top_logprobs),
+        )
+
+    def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
+        """Prefill the prompt, then decode one token at a time with the KV cache."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        prompt = list(sequence.token_ids[: sequence.prompt_length])
+        ids, cache = list(prompt), None
+        logprobs: list[float | None] = [None] * len(prompt)
+        top_ids: list[tuple[int, ...]] = [()] * len(prompt)
+        top_logprobs: list[tuple[float, ...]] = [()] * len(prompt)
+        step = torch.tensor([prompt], device=self.device)
+        with torch.inference_mode():
+            for number in range(num_tokens):
+                phase = "decode" if number else "prefill"
+                self._begin(sequence, len(ids) - step.shape[1], len(ids), phase)
+                output = self.model(input_ids=step, use_cache=True, past_key_values=cache)
+                cache = output.past_key_values
+                row_V = output.logits[0, -1:]
+                token = torch.multinomial(row_V[0].float().softmax(-1), 1, generator=generator)
+                found = _gather(row_V, token, self.plan.capture.top_k)
+                logprobs += found[0]
+                top_ids += found[1]
+                top_logprobs += found[2]
+                ids.append(int(token))
+                step = token[None]
+        done = TokenSequence("sample", sequence.source, sequence.probe, tuple(ids), len(prompt))
+        phases = ["prefill"] * (len(prompt) + 1) + ["decode"] * (num_tokens - 1)
+        return ScoredTokens(
+            done, tuple(logprobs), tuple(phases), tuple(top_ids), tuple(top_logprobs)
+        )
+
+    def _begin(self, sequence: TokenSequence, start: int, stop: int, phase: str) -> None:
+        if self.recorder is not None:
+            self.recorder.begin_call(
+                [
+                    Row(sequence.mode, sequence.source, sequence.probe, position, phase)
+                    for position in range(start, stop)
+                ]
+            )
+
+    recorder = None
+
+    def close(self) -> None:
+        """Drop the model."""
+        del self.model
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}", f"one of: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _gather(
+    logits_TV: torch.Tensor, ids_T: torch.Tensor, k: int
+) -> tuple[list[float | None], list[tuple[int, ...]], list[tuple[float, ...]]]:
+    """Log p of `ids_T` and the top k per row, in FP32, a bounded number of rows at a time."""
+    logprobs: list[float | None] = []
+    top_ids: list[tuple[int, ...]] = []
+    top_logprobs: list[tuple[float, ...]] = []
+    for rows_TV, ids in zip(logits_TV.split(LOGPROB_ROWS), ids_T.split(LOGPROB_ROWS), strict=True):
+        all_TV = rows_TV.float().log_softmax(-1)
+        logprobs += all_TV.gather(1, ids[:, None])[:, 0].tolist()
+        if k:
+            values, indices = all_TV.topk(min(k, all_TV.shape[1]))
+            top_ids += [tuple(row) for row in indices.tolist()]
+            top_logprobs += [tuple(row) for row in values.tolist()]
+        else:
+            top_ids += [()] * len(ids)
+            top_logprobs += [()] * len(ids)
+    return logprobs, top_ids, top_logprobs
+
+
+def _is_experts(module: nn.Module) -> bool:
+    gate_up = getattr(module, "gate_up_proj", None)
+    return isinstance(gate_up, torch.Tensor) and gate_up.dim() == 3
+
+
+def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in model.named_modules() if _is_experts(m)}
+
+
+def _expert_parts(model: nn.Module) -> dict[str, tuple[Part, ...]]:
+    parts: dict[str, tuple[Part, ...]] = {}
+    for name, module in _expert_modules(model).items():
+        gate_up = module.gate_up_proj
+        assert isinstance(gate_up, torch.Tensor)
+        experts, twice = gate_up.shape[:2]
+        parts[f"{name}.gate_up_proj"] = tuple(
+            Part(f"{name}.{e}.{part}", start, start + twice // 2, e)
+            for e in range(experts)
+            for part, start in (("gate_proj", 0), ("up_proj", twice // 2))
+        )
+        parts[f"{name}.down_proj"] = tuple(
+            Part(f"{name}.{e}.down_proj", expert=e) for e in range(experts)
+        )
+    return parts
+
+
+def _observe_router(name: str, module: nn.Module, recorder: Recorder) -> None:
+    """A top-k router returns (logits [T, E], weights [T, k], ids [T, k])."""
+    experts = name.removesuffix("gate") + "experts"
+    attach(module, name, recorder, output_kind=None)
+    for kind, site, index in (
+        ("router_logits", name, 0),
+        ("topk_weights", experts, 1),
+        ("topk_ids", experts, 2),
+    ):
+        attach(
+            module,
+            site,
+            recorder,
+            input_kind=None,
+            output_kind=kind,
+            pick_output=lambda output, index=index: output[index],  # type: ignore[misc]
+        )
+
+
+class _ExpertWatcher(TorchFunctionMode):
+    """Sees the two linears of each expert inside an experts module's forward."""
+
+    def __init__(
+        self, name: str, module: nn.Module, ids_TK: torch.Tensor, recorder: Recorder
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.recorder = name, module, recorder
+        self.ids_TK = ids_TK
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            self._record(args[0], args[1], result)
+        return result
+
+    def _record(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+        for fused, parts in (
+            (self.module.gate_up_proj, ("gate_proj", "up_proj")),
+            (self.module.down_proj, ("down_proj",)),
+        ):
+            assert isinstance(fused, torch.Tensor)
+            if weight.untyped_storage().data_ptr() != fused.untyped_storage().data_ptr():
+                continue
+            expert = (weight.storage_offset() - fused.storage_offset()) // fused.stride(0)
+            # The order in which the module's torch.where lists an expert's tokens.
+            rows = (self.ids_TK == expert).T.nonzero()[:, 1]
+            for part, out in zip(parts, y.chunk(len(parts), -1), strict=True):
+                site = f"{self.name}.{expert}.{part}"
+                self.recorder.tensor(site, "input", x, rows)
+                self.recorder.tensor(site, "output", out, rows)
+
+
+def _observe_experts(name: str, module: nn.Module, recorder: Recorder) -> None:
+    attach(module, name, recorder)
+    inner = module.forward
+
+    def watched(hidden_states: torch.Tensor, top_k_index: torch.Tensor, *rest: Any) -> Any:
+        if not recorder.active:
+            return inner(hidden_states, top_k_index, *rest)
+        with _ExpertWatcher(name, module, top_k_index, recorder):
+            return inner(hidden_states, top_k_index, *rest)
+
+    module.forward = watched
+
+
+def _observe_attention(model: Any, implementation: str, recorder: Recorder) -> None:
+    """Record q and k after RoPE and the attention output through the attention registry."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation == "eager":
+        return
+    native = ALL_ATTENTION_FUNCTIONS[implementation]
+    names = {
+        id(module): name for name, module in model.named_modules() if hasattr(module, "layer_idx")
+    }
+
+    def observed(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        output = native(module, query, key, *args, **kw)
+        name = names.get(id(module))
+        if name is not None and recorder.active:
+            new = query.shape[2]
+            for site, tensor in (("q_rope", query), ("k_rope", key[:, :, -new:])):
+                rows = tensor.transpose(1, 2).flatten(2)
+                recorder.tensor(f"{name}.{site}", "output", flatten_rows(rows))
+            recorder.tensor(f"{name}.attn", "output", output[0].flatten(2).flatten(0, 1))
+        return output
+
+    for name in names.values():
+        for site in ("q_rope", "k_rope", "attn"):
+            recorder.promise(f"{name}.{site}", "output")
+    ALL_ATTENTION_FUNCTIONS[implementation] = observed

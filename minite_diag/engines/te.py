@@ -1,0 +1,354 @@
+"""Engine `te`: Transformer Engine's NVFP4 linears inside a transformers model.
+
+Here as `te-ref`, the bit-exact model of TE 2.20's arithmetic (recipe `te`: weights 16x16,
+activations 1x16, per-tensor dynamic amax, FP32 epilogue) from minite_kernels, on any device; its
+bytes are tested against the Python reference that TE's wheel ships. Everything that TE leaves
+outside of `te.autocast` (norms, attention, router, embeddings, lm_head) is transformers' own.
+
+Invariant: the label says what ran. Native TE needs compute capability 10 and is refused, never
+imitated, when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+
+from minite_diag.capture.recorder import Recorder
+from minite_diag.checkpoints import fused_group
+from minite_diag.engines.base import EngineInfo, Evidence
+from minite_diag.engines.hf import OPTIONS, HfEngine, _is_experts
+from minite_diag.errors import EngineUnavailable, UsageError
+from minite_diag.plan import EngineSpec, Plan
+from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
+from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.recipe import Recipe, get_recipe
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+TE_VERSION: Final = "2.20.2"
+TE_OPTIONS: Final = frozenset({"recipe", "fused_weights", "variant"})
+
+
+class TeEngine(HfEngine):
+    """transformers with every quantized linear replaced by TE's arithmetic."""
+
+    name: ClassVar[str] = "te"
+    label: ClassVar[str] = "te-ref"
+    options: ClassVar[frozenset[str]] = OPTIONS | TE_OPTIONS
+
+    def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
+        """Load the master weights and quantize the plan's linears under `recipe`."""
+        variant = spec.options.get("variant", "te-ref")
+        if variant != "te-ref":
+            raise EngineUnavailable(
+                f"te: variant {variant!r} can't run here: only te-ref can",
+                "drop the option, or use a machine with Transformer Engine and a suitable GPU",
+            )
+        try:
+            self.recipe = get_recipe(spec.options.get("recipe", "te"))
+        except ValueError as error:
+            raise UsageError(f"te: {error}", "give a recipe of Transformer Engine") from error
+        self.fused_weights = _flag(spec.options.get("fused_weights", "true"), "fused_weights")
+        self.quantized = frozenset(plan.quantized)
+        info = super().load(spec, plan)
+        return EngineInfo(
+            **{
+                **info.__dict__,
+                "version": f"models TE {TE_VERSION}",
+                "settings": info.settings
+                | {
+                    "recipe": self.recipe.name,
+                    "fused_weights": str(self.fused_weights).lower(),
+                    "transformers": info.version,
+                },
+            }
+        )
+
+    def _load_model(self, folder: Path) -> Any:
+        model = super()._load_model(folder)
+        self.linears: dict[str, _Quantized] = {}
+        for name, module in list(model.named_modules()):
+            if _is_experts(module):
+                self._replace_experts(model, name, module)
+        self._replace_linears(model)
+        missing = self.quantized - set(self.linears)
+        if missing:
+            raise UsageError(
+                f"te: {len(missing)} linears of the plan are not in the model, "
+                f"such as {sorted(missing)[0]}",
+                "check --quantize and the architecture",
+            )
+        return model
+
+    def _replace_linears(self, model: Any) -> None:
+        groups: dict[str, list[str]] = defaultdict(list)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name in self.quantized:
+                groups[fused_group(name) if self.fused_weights else name].append(name)
+        for names in groups.values():
+            modules = [model.get_submodule(name) for name in names]
+            shared = SharedInput(self.recipe)
+            weights = quantize_group([m.weight.detach() for m in modules], self.recipe)
+            for name, module, weight in zip(names, modules, weights, strict=True):
+                linear = TeRefLinear(shared, weight, module.bias, self.dtype)
+                model.set_submodule(name, linear)
+                self.linears[name] = linear
+
+    def _replace_experts(self, model: Any, name: str, module: nn.Module) -> None:
+        experts = TeRefExperts(name, module, self.recipe, self.quantized, self.dtype)
+        model.set_submodule(name, experts)
+        self.linears.update(experts.linears)
+
+    def evidence(self) -> Iterator[Evidence]:
+        """The quantized linears are modelled, all else is transformers' own."""
+        for item in super().evidence():
+            if item.op == "linear" and not self.linears:
+                yield item
+            elif item.op == "linear":
+                impl = "minite_kernels.nvfp4"
+                note = f"recipe {self.recipe.name}, {len(self.linears)} linears"
+                yield Evidence("nvfp4_quantize", "modelled", f"{impl}.quantize", note)
+                yield Evidence("nvfp4_linear", "modelled", f"{impl}.gemm", note)
+            elif item.op == "experts" and any(".experts." in name for name in self.linears):
+                yield Evidence(
+                    "experts",
+                    "modelled",
+                    "minite_diag.engines.te.TeRefExperts",
+                    "TE GroupedLinear: each expert with its own amax; combined as transformers does",
+                )
+            else:
+                yield item
+
+    def observe(self, recorder: Recorder) -> None:
+        """As transformers, plus codes and scales of every quantized linear."""
+        super().observe(recorder)
+        for name, linear in self.linears.items():
+            _write_codes(name, linear.weight_q, recorder)
+            linear.watch(name, recorder)
+
+    def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        if isinstance(module, TeRefExperts):
+            module.write_unquantized(recorder)
+        elif not isinstance(module, TeRefLinear):
+            super()._write_weights(name, module, recorder)
+
+    def _observe_module(self, name: str, module: nn.Module, recorder: Recorder) -> None:
+        if isinstance(module, TeRefExperts):
+            module.observe(recorder)
+        else:
+            super()._observe_module(name, module, recorder)
+
+
+def _flag(text: str, name: str) -> bool:
+    if text not in ("true", "false"):
+        raise UsageError(f"te: {name} is {text!r}", "give true or false")
+    return text == "true"
+
+
+def quantize_group(weights: list[torch.Tensor], recipe: Recipe) -> list[Nvfp4Tensor]:
+    """Quantize weights [N_i, K] as one fused weight [sum N_i, K]: one amax, shared 16x16 tiles."""
+    sizes = [weight.shape[0] for weight in weights]
+    fused = quantize(torch.cat(weights) if len(weights) > 1 else weights[0], recipe, role="weight")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        fused.rows(slice(start, start + size)) if len(weights) > 1 else fused
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+class SharedInput:
+    """Quantizes the input of a fused module once for all of its parts."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._source: torch.Tensor | None = None
+        self._quantized: Nvfp4Tensor | None = None
+
+    def quantize(self, x_TK: torch.Tensor, source: torch.Tensor) -> Nvfp4Tensor:
+        """The quantized `x_TK`, a view of `source`; kept while `source` is the same tensor."""
+        if self._source is not source or self._quantized is None:
+            self._quantized = quantize(x_TK, self.recipe)
+            self._source = source
+        return self._quantized
+
+
+@dataclass
+class _Quantized:
+    """What observation needs of a quantized linear."""
+
+    weight_q: Nvfp4Tensor
+
+    def watch(self, name: str, recorder: Recorder) -> None:
+        """Record the codes and scales of the activations from now on."""
+        self.site, self.recorder = name, recorder
+        for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
+            if ".experts." not in name:
+                recorder.promise(name, kind)
+
+    site: str = ""
+    recorder: Recorder | None = None
+
+    def record(self, q: Nvfp4Tensor, rows: torch.Tensor | None = None) -> None:
+        """Write one quantized activation; `rows` are the call's rows of a routed one."""
+        if self.recorder is None or not self.recorder.active:
+            return
+        self.recorder.tensor(self.site, "act_codes", q.codes, rows)
+        self.recorder.tensor(self.site, "act_block_scale", q.block_scale, rows)
+        per_call = q.global_decode_scale.dim() == 0
+        self.recorder.tensor(
+            self.site,
+            "act_global_decode_scale",
+            q.global_decode_scale,
+            None if per_call else rows,
+            per_call=per_call,
+        )
+
+
+class TeRefLinear(nn.Linear, _Quantized):
+    """TE's NVFP4 forward GEMM: quantize the input, multiply, one output cast, then the bias.
+
+    TE adds the bias in the FP32 epilogue; a linear with a bias therefore casts once, after it.
+    """
+
+    def __init__(
+        self,
+        shared: SharedInput,
+        weight_q: Nvfp4Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight_q.shape
+        self.shared = shared
+        self.weight_q = weight_q
+        self.operand: PreparedOperand = prepare(weight_q)
+        self.register_parameter("bias", None)
+        self.bias_value = bias.detach() if bias is not None else None
+        self.dtype = dtype
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N] in the model's dtype."""
+        q = self.shared.quantize(input.reshape(-1, input.shape[-1]), input)
+        self.record(q)
+        if self.bias_value is None:
+            y = gemm(q, self.operand, out_dtype=self.dtype)
+        else:
+            wide = gemm(q, self.operand, out_dtype=torch.float32)
+            y = (wide + self.bias_value.float()).to(self.dtype)
+        return y.reshape(*input.shape[:-1], self.out_features)
+
+
+class TeRefExperts(nn.Module):
+    """TE GroupedLinear semantics: every expert quantizes its own weights and its own tokens.
+
+    fc1 is gate and up as one weight (one amax, one input), fc2 is down. Experts that the plan
+    leaves unquantized keep `torch.nn.functional.linear`. Combination is transformers' eager one:
+    weighted expert outputs are added in ascending expert order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        recipe: Recipe,
+        quantized: frozenset[str],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        gate_up, down = module.gate_up_proj, module.down_proj
+        assert isinstance(gate_up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
+        self.name, self.recipe, self.dtype = name, recipe, dtype
+        self.num_experts = gate_up.shape[0]
+        self.act_fn = module.act_fn
+        self.linears: dict[str, _Quantized] = {}
+        self._operands: dict[str, PreparedOperand] = {}
+        self._plain: dict[str, torch.Tensor] = {}
+        for expert in range(self.num_experts):
+            half = gate_up.shape[1] // 2
+            fc1 = {"gate_proj": gate_up[expert, :half], "up_proj": gate_up[expert, half:]}
+            self._add(expert, fc1, quantized)
+            self._add(expert, {"down_proj": down[expert]}, quantized)
+        self.recorder: Recorder | None = None
+
+    def _add(self, expert: int, parts: dict[str, torch.Tensor], quantized: frozenset[str]) -> None:
+        names = [f"{self.name}.{expert}.{part}" for part in parts]
+        chosen = [name in quantized for name in names]
+        if any(chosen) and not all(chosen):
+            raise UsageError(
+                f"te: {names[0]} and {names[-1]} are one fused weight in Transformer Engine",
+                "quantize gate_proj and up_proj together",
+            )
+        weights = [weight.detach() for weight in parts.values()]
+        if not all(chosen):
+            self._plain.update(zip(names, weights, strict=True))
+            return
+        for name, q in zip(names, quantize_group(weights, self.recipe), strict=True):
+            self.linears[name] = _Quantized(q)
+            self._operands[name] = prepare(q)
+
+    def write_unquantized(self, recorder: Recorder) -> None:
+        """Write the weights that stay in high precision."""
+        for name, weight in self._plain.items():
+            recorder.static(name, "weight", weight)
+
+    def observe(self, recorder: Recorder) -> None:
+        """Record inputs and outputs from now on."""
+        self.recorder = recorder
+        recorder.promise(self.name, "input")
+        recorder.promise(self.name, "output")
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """X [T, H], ids [T, k], weights [T, k] -> [T, H]."""
+        self._record(self.name, "input", hidden_states, None)
+        out_TH = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            slots, tokens = torch.where((top_k_index == expert).T)
+            if len(tokens):
+                y = self._expert(expert, hidden_states[tokens], tokens)
+                y = y * top_k_weights[tokens, slots, None]
+                out_TH.index_add_(0, tokens, y.to(out_TH.dtype))
+        self._record(self.name, "output", out_TH, None)
+        return out_TH
+
+    def _expert(self, expert: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        prefix = f"{self.name}.{expert}."
+        gate, up = self._linears([prefix + "gate_proj", prefix + "up_proj"], x, tokens)
+        hidden = self.act_fn(gate) * up  # type: ignore[operator]
+        return self._linears([prefix + "down_proj"], hidden, tokens)[0]
+
+    def _linears(
+        self, names: list[str], x: torch.Tensor, tokens: torch.Tensor
+    ) -> list[torch.Tensor]:
+        q = quantize(x, self.recipe) if names[0] in self._operands else None
+        outputs = []
+        for name in names:
+            self._record(name, "input", x, tokens)
+            if q is None:
+                y = nn.functional.linear(x, self._plain[name])
+            else:
+                self.linears[name].record(q, tokens)
+                y = gemm(q, self._operands[name], out_dtype=self.dtype)
+            self._record(name, "output", y, tokens)
+            outputs.append(y)
+        return outputs
+
+    def _record(
+        self, site: str, kind: str, tensor: torch.Tensor, rows: torch.Tensor | None
+    ) -> None:
+        if self.recorder is not None and self.recorder.active:
+            self.recorder.tensor(site, kind, tensor, rows)
+
+
+def _write_codes(name: str, q: Nvfp4Tensor, recorder: Recorder) -> None:
+    recorder.static(name, "weight_codes", q.codes)
+    recorder.static(name, "weight_block_scale", q.block_scale)
+    recorder.static(name, "weight_global_decode_scale", q.global_decode_scale)

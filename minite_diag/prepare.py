@@ -1,0 +1,340 @@
+"""The plan stage: names on the command line -> a run directory with a complete plan.json.
+
+Resolves the checkpoint, fixes the probes' token ids, exports the NVFP4 checkpoint that samplers
+load, and estimates the size of the capture. Invariant: after it nothing depends on the user's
+shell; `capture` needs the run directory only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from minite_diag import __version__
+from minite_diag.checkpoints import (
+    Checkpoint,
+    calibrate,
+    export,
+    quantized_names,
+    resolve,
+)
+from minite_diag.engines.registry import check_engine_name
+from minite_diag.errors import CheckpointError, TraceError, UsageError
+from minite_diag.plan import (
+    CaptureSpec,
+    EngineSpec,
+    ModelRef,
+    Plan,
+    write_plan,
+)
+from minite_diag.probe import Probe, load_probes, shipped_probe_file
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+MODES: Final = ("score", "sample")
+SHIPPED_PROBES: Final = {"demo": "smollm2", "demo-moe": "demo-moe"}
+HIGH_PRECISION_ENGINES: Final = frozenset({"te", "hf"})
+"""Engines that load the BF16 master weights and quantize (or don't) by themselves."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """`NAME[:key=value,...]` on the command line."""
+
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> EngineRequest:
+        """Read `te` or `vllm:dtype=float32,max_num_batched_tokens=64`."""
+        name, _, rest = text.partition(":")
+        options: dict[str, str] = {}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = item.partition("=")
+            if not equals:
+                raise UsageError(
+                    f"engine option {item!r} of {text!r} has no value", "write it as key=value"
+                )
+            options[key.strip()] = value.strip()
+        return cls(check_engine_name(name), options)
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """All that `minite-diag compare` was asked for."""
+
+    learner: EngineRequest
+    samplers: tuple[EngineRequest, ...]
+    model: str = "demo"
+    probes: Path | None = None
+    num_probes: int | None = None
+    dtype: str = "bfloat16"
+    quantize: str = "default"
+    export_recipe: str = "modelopt"
+    layout: str = "modelopt"
+    modes: tuple[str, ...] = MODES
+    sample_tokens: int = 16
+    seed: int = 0
+    timeout_s: float = 1800.0
+    capture: CaptureSpec = field(default_factory=CaptureSpec)
+    pythons: dict[str, str] = field(default_factory=dict)
+
+
+def cache_folder() -> Path:
+    """Where converted and exported checkpoints are kept ($MINITE_DIAG_CACHE)."""
+    named = os.environ.get("MINITE_DIAG_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "minite-diag"
+
+
+def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
+    """Create the run directory; raises UsageError if it holds a run or can't be written."""
+    if out is None:
+        names = "-".join([request.learner.name, *(s.name for s in request.samplers)])
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        out = Path("runs") / f"{stamp}-{names}-{Path(request.model).name}"
+    if (out / "plan.json").exists():
+        raise UsageError(
+            f"{out} holds a run already",
+            f"go on with it: minite-diag compare --resume {out}; or give another --out",
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".write-test").touch()
+        (out / ".write-test").unlink()
+    except OSError as error:
+        raise UsageError(
+            f"can't write to {out}: {error.strerror}", "give a writable folder with --out"
+        ) from error
+    return out
+
+
+def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
+    """Build the plan and write it to `run`."""
+    _check(request)
+    cache = cache_folder()
+    say(f"model {request.model}")
+    checkpoint = resolve(request.model, cache)
+    probes = _probes(request, checkpoint)
+    is_master = not checkpoint.format.startswith("nvfp4")
+    quantized = quantized_names(checkpoint, request.quantize) if is_master else ()
+    sampler_checkpoint = checkpoint
+    wants_export = any(_loads_export(s) for s in request.samplers) or _loads_export(request.learner)
+    if quantized and is_master and wants_export:
+        sampler_checkpoint = _export(request, checkpoint, tuple(quantized), probes, cache, say)
+    engines = _engines(request, checkpoint, sampler_checkpoint)
+    plan = Plan(
+        model=_model_ref(checkpoint),
+        engines=engines,
+        probes=tuple(probes),
+        dtype=request.dtype,
+        quantize=request.quantize if is_master else "as in the checkpoint",
+        quantized=tuple(quantized),
+        export_recipe=request.export_recipe,
+        modes=request.modes,
+        sample_tokens=request.sample_tokens,
+        seed=request.seed,
+        timeout_s=request.timeout_s,
+        capture=request.capture,
+        version=__version__,
+    )
+    plan = _with_size(plan, checkpoint)
+    _check_disk(plan, run)
+    write_plan(plan, run)
+    return plan
+
+
+def _check(request: CompareRequest) -> None:
+    for name, value, known in (
+        ("--dtype", request.dtype, DTYPES),
+        *(("--modes", mode, MODES) for mode in request.modes),
+    ):
+        if value not in known:
+            near = difflib.get_close_matches(value, known, n=1)
+            raise UsageError(
+                f"{name} {value!r} is unknown",
+                f"did you mean {near[0]}?" if near else f"one of: {', '.join(known)}",
+            )
+    if not request.samplers:
+        raise UsageError("no sampler", "give --sampler NAME, such as --sampler vllm")
+
+
+def _probes(request: CompareRequest, checkpoint: Checkpoint) -> list[Probe]:
+    file = request.probes
+    if file is None:
+        file = shipped_probe_file(SHIPPED_PROBES.get(checkpoint.name, "default"))
+    return load_probes(file, checkpoint.vocab_size, _encoder(checkpoint), request.num_probes)
+
+
+def _encoder(checkpoint: Checkpoint) -> Callable[[str], list[int]]:
+    """The checkpoint's own tokenizer, loaded when the first text needs it."""
+
+    @functools.cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{checkpoint.path} has no tokenizer that transformers can load: {error}",
+                "give probes with token_ids instead of text",
+            ) from error
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer().encode(text, add_special_tokens=False))
+
+    return encode
+
+
+def _loads_export(request: EngineRequest) -> bool:
+    return request.name not in HIGH_PRECISION_ENGINES and request.name != "toy"
+
+
+def _export(
+    request: CompareRequest,
+    checkpoint: Checkpoint,
+    quantized: Sequence[str],
+    probes: Sequence[Probe],
+    cache: Path,
+    say: Say,
+) -> Checkpoint:
+    """The refit step: BF16 master weights -> the NVFP4 checkpoint that samplers load, cached."""
+    key = hashlib.sha256(
+        "\n".join(
+            [
+                checkpoint.fingerprint,
+                request.export_recipe,
+                request.layout,
+                *quantized,
+                *(probe.sha256 for probe in probes),
+                __version__,
+            ]
+        ).encode()
+    ).hexdigest()[:16]
+    folder = cache / "exports" / f"{checkpoint.name}-{request.export_recipe}-{request.layout}-{key}"
+    if folder.exists():
+        say(f"NVFP4 export {folder.name} (cached)")
+        return resolve(str(folder), cache)
+    say("calibrating activation scales on the probes")
+    calibration = calibrate(checkpoint, [probe.token_ids for probe in probes], quantized)
+    say(f"exporting NVFP4 ({request.export_recipe}, {request.layout} layout)")
+    return export(checkpoint, request.export_recipe, request.layout, folder, quantized, calibration)
+
+
+def _engines(
+    request: CompareRequest, master: Checkpoint, exported: Checkpoint
+) -> tuple[EngineSpec, ...]:
+    asked = [("learner", request.learner), *(("sampler", s) for s in request.samplers)]
+    specs: list[EngineSpec] = []
+    for role, engine in asked:
+        loaded = exported if _loads_export(engine) else master
+        base = f"{role}-{engine.name}"
+        taken = sum(spec.id == base or spec.id.startswith(f"{base}-") for spec in specs)
+        specs.append(
+            EngineSpec(
+                id=f"{base}-{taken + 1}" if taken else base,
+                role=role,
+                engine=engine.name,
+                python=request.pythons.get(engine.name, sys.executable),
+                checkpoint=str(loaded.path),
+                checkpoint_format=loaded.format,
+                options=dict(engine.options),
+            )
+        )
+    return tuple(specs)
+
+
+def _model_ref(checkpoint: Checkpoint) -> ModelRef:
+    return ModelRef(
+        name=checkpoint.name,
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        architecture=checkpoint.architecture,
+        fingerprint=checkpoint.fingerprint,
+        vocab_size=checkpoint.vocab_size,
+        num_layers=checkpoint.num_layers,
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def expected_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Upper estimate of what one run writes: the sites' rows for each token, and the weights.
+
+    Counts inputs and outputs of each linear (an expert sees top_k / experts of the tokens), norms
+    and the residual stream, RoPE outputs, logits, and one copy of the weights for each engine.
+    """
+    config = checkpoint.config
+    itemsize = 4 if plan.dtype == "float32" else 2
+    experts = int(config.get("num_experts") or 1)
+    share = int(config.get("num_experts_per_tok") or 1) / experts
+    per_token = 0.0
+    weights = 0
+    for name in checkpoint.linear_names():
+        rows, columns = checkpoint.shape(name)
+        weights += rows * columns
+        routed = share if ".experts." in name else 1.0
+        per_token += routed * (rows + columns)
+    hidden = int(config["hidden_size"])
+    per_token += plan.model.num_layers * hidden * 10 + plan.model.vocab_size
+    limit = plan.capture.tokens
+    tokens = sum(
+        len(probe.token_ids) if limit is None else min(limit, len(probe.token_ids))
+        for probe in plan.probes
+    )
+    if plan.capture.sample_tensors:
+        tokens += sum(p.prompt_length + plan.sample_tokens for p in plan.probes)
+    if plan.capture.stats_only:
+        return 0
+    return int(len(plan.engines) * itemsize * (per_token * tokens + weights))
+
+
+def _with_size(plan: Plan, checkpoint: Checkpoint) -> Plan:
+    size = expected_bytes(plan, checkpoint)
+    return dataclasses.replace(plan, capture=dataclasses.replace(plan.capture, expected_bytes=size))
+
+
+def _check_disk(plan: Plan, run: Path) -> None:
+    needed, limit = plan.capture.expected_bytes, plan.capture.max_disk
+    if limit is not None:
+        return
+    free = shutil.disk_usage(run).free
+    if needed > free:
+        raise TraceError(
+            f"the capture may need {needed / 1e9:.1f} GB, {run} has {free / 1e9:.1f} GB free",
+            "narrow it with --sites or --tokens, keep statistics only with --stats-only, "
+            "or bound it with --max-disk",
+        )
+
+
+def export_checkpoint(
+    model: str,
+    out: Path,
+    recipe: str,
+    layout: str,
+    quantize: str,
+    probes: Path | None,
+    say: Say,
+) -> Path:
+    """`minite-diag export`: calibrate on the probes and write the NVFP4 checkpoint to `out`."""
+    checkpoint = resolve(model, cache_folder())
+    names = quantized_names(checkpoint, quantize)
+    file = probes or shipped_probe_file(SHIPPED_PROBES.get(checkpoint.name, "default"))
+    sequences = load_probes(file, checkpoint.vocab_size, _encoder(checkpoint))
+    say(f"calibrating {len(names)} linears on {len(sequences)} probes")
+    calibration = calibrate(checkpoint, [probe.token_ids for probe in sequences], names)
+    say(f"writing {out}")
+    return export(checkpoint, recipe, layout, out, names, calibration).path

@@ -1,0 +1,1 @@
+"""Turns a run directory into what people read: terminal text and HTML. No torch."""

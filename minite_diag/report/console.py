@@ -1,0 +1,119 @@
+"""The summary on a terminal.
+
+Knows the summary object and Rich; no torch. Invariant: everything goes to the console it is given
+(stderr when stdout carries JSON).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from minite_diag.report import words
+
+STYLES = {"measured": "bold", "pass": "bold green", "fail": "bold red"}
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """Verdict, gap, first divergence, worst sites, what ran, files, next command."""
+    style = STYLES.get(summary["verdict"], "bold yellow")
+    console.print(f"[{style}]{escape(words.headline(summary))}[/]", highlight=False)
+    model = summary["model"]
+    notes = f" ({'; '.join(model['notes'])})" if model["notes"] else ""
+    _line(console, "model", f"{model['name']}, {model['architecture']}, {model['format']}{notes}")
+    _line(
+        console,
+        "quantized",
+        f"{summary['quantize']['linears']} linears ({summary['quantize']['pattern']})"
+        + (f", exported by recipe {summary['export_recipe']}" if summary["export_recipe"] else ""),
+    )
+    for engine in summary["engines"]:
+        _line(console, engine["role"], f"{words.name_of(engine)}  {words.evidence(engine)}")
+        if engine["silent_hooks"]:
+            _line(console, "", f"{len(engine['silent_hooks'])} hooks never fired", "yellow")
+        error = engine["error"]
+        if error:
+            _line(console, "", f"{error['message']} -> {error['hint']}", "red")
+    for pair in summary["pairs"]:
+        _print_pair(pair, console)
+    for name, path in summary["files"].items():
+        _line(console, name, path)
+    _line(console, "next", summary["next"], "bold")
+
+
+def _print_pair(pair: dict[str, Any], console: Console) -> None:
+    learner, sampler = pair["learner"], pair["sampler"]
+    console.print()
+    console.print(
+        f"[bold]{escape(learner['label'] or learner['id'])} vs "
+        f"{escape(sampler['label'] or sampler['id'])}[/]",
+        highlight=False,
+    )
+    _line(console, "gap", words.gap(pair))
+    sample = pair["logprob"].get("sample")
+    if sample:
+        _line(
+            console,
+            "",
+            f"KL(sampler || learner): k1 {words.number(sample['k1_kl'])}, "
+            f"k3 {words.number(sample['k3_kl'])}; "
+            f"mult_prob_error {words.number(sample['mult_prob_error'])}",
+        )
+    _line(console, "first split", words.divergence(pair))
+    sites = pair["sites"]
+    _line(
+        console,
+        "tensors",
+        f"{sites['compared']} compared, {sites['bitwise_equal']} bitwise equal, "
+        f"{sites['skipped']} skipped",
+    )
+    if pair["routing"]:
+        lowest = pair["routing"]["lowest"]
+        _line(
+            console,
+            "routing",
+            f"{pair['routing']['agreement']:.1%} of tokens choose the same experts "
+            f"(lowest {lowest['agreement']:.1%} at {lowest['site']})",
+        )
+    if pair["worst"]:
+        _print_worst(pair["worst"], console)
+
+
+def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("worst sites", overflow="fold")
+    for heading in ("rel L2", "of its input", "bits equal"):
+        table.add_column(heading, justify="right")
+    for site in worst:
+        table.add_row(
+            escape(f"{site['site']}:{site['kind']}"),
+            words.number(site["rel_l2"]),
+            words.number(site["input_rel_l2"]),
+            "-" if site["bitwise_fraction"] is None else f"{site['bitwise_fraction']:.1%}",
+        )
+    console.print(table)
+
+
+def _line(console: Console, name: str, text: str, style: str = "") -> None:
+    body = f"[{style}]{escape(text)}[/]" if style else escape(text)
+    console.print(f"[dim]{name:>11}[/]  {body}", highlight=False, soft_wrap=True)
+
+
+def print_gate(summary: dict[str, Any], console: Console) -> None:
+    """The gate's verdict and each check behind it."""
+    gate = summary["gate"]
+    style = STYLES.get(gate["verdict"], "bold yellow")
+    console.print(f"[{style}]{escape(words.headline(summary))}[/]", highlight=False)
+    for check in gate["checks"]:
+        if "estimate" in check:
+            _line(
+                console,
+                check["verdict"],
+                f"{check['learner']} vs {check['sampler']}, {check['mode']} {check['metric']}: "
+                f"{words.number(check['estimate'])} "
+                f"[{words.number(check['low'])}, {words.number(check['high'])}], "
+                f"limit {words.number(check['limit'])}, {check['tokens']} tokens",
+            )

@@ -1,0 +1,1 @@
+"""Shipped probe sets: see README.md in this folder."""
