@@ -1,0 +1,419 @@
+"""Engine `vllm`: vLLM's V1 engine in this process, eager, prefix caching off.
+
+With `vllm_plugin` the only code that imports vLLM, always inside functions. Invariant: the weights
+come through vLLM's own loader and scale fusion, and what was asked for and didn't get installed is
+an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+
+from minite_diag.capture.recorder import Recorder
+from minite_diag.engines.base import (
+    Engine,
+    EngineInfo,
+    Layout,
+    ScoredTokens,
+    TokenSequence,
+)
+from minite_diag.engines.vllm_plugin import readback, statics
+from minite_diag.engines.vllm_plugin.hooks import Observer, Request, fused_experts, is_nvfp4
+from minite_diag.engines.vllm_plugin.layout import build_layout, expert_layers, linear_modules
+from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot, register_loader
+from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
+from minite_diag.plan import EngineSpec, Plan
+
+INSTALL: Final = "pip install 'minite-diag[vllm]'"
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Set before vLLM is imported: one process, no network."""
+
+DEFAULT_ENVIRONMENT: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Set unless the user did. Eager vLLM compiles only its rank counting, which took 20 s on CPU."""
+
+OPTIONS: Final = {
+    "dtype": "overrides the plan's dtype",
+    "max_model_len": "longest sequence; default: what the probes need",
+    "max_num_batched_tokens": "tokens per forward pass; a smaller one chunks the prefill",
+    "max_num_seqs": "default 8",
+    "nvfp4_recipe": "auto (what vLLM chooses; on CPU its emulation) or vllm-emulation",
+    "attention_backend": "vLLM's attention backend; default: vLLM chooses",
+    "gpu_memory_utilization": "share of a GPU's memory",
+    "seed": "overrides the plan's seed",
+}
+
+NVFP4_RECIPES: Final = ("auto", "vllm-emulation")
+
+QUANTIZATIONS: Final = {
+    "nvfp4-modelopt": ("modelopt", "modelopt_fp4"),
+    "nvfp4-compressed-tensors": ("compressed-tensors",),
+}
+"""Checkpoint format -> the names under which vLLM may have loaded it."""
+
+MAX_BATCHED_TOKENS: Final = 2048
+
+
+class VllmEngine(Engine):
+    """vLLM, in-process; score by prompt logprobs, sample by its own sampler."""
+
+    name: ClassVar[str] = "vllm"
+
+    def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
+        """Load `spec.checkpoint` through vLLM's loader and read back what it installed."""
+        _check_options(spec.options)
+        self.plan, self.spec = plan, spec
+        self._requests: dict[str, Request] = {}
+        self._count = 0
+        vllm = _import_vllm()
+        config = _read_config(Path(spec.checkpoint))
+        _check_architecture(config)
+        self.snapshot = WeightSnapshot()
+        arguments = self._arguments(config, register_loader(self.snapshot))
+        try:
+            self.llm = vllm.LLM(**arguments)
+        except MiniteDiagError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vllm can't load {spec.checkpoint}: {_root_cause(error)}",
+                "see the engine's log for vLLM's own messages",
+            ) from error
+        self.runner = _model_runner(self.llm)
+        self.model: nn.Module = self.runner.get_model()
+        layout = build_layout(self.model)
+        self._check_installed(layout)
+        return self._info(vllm.__version__, layout)
+
+    def _arguments(self, config: dict[str, Any], load_format: str) -> dict[str, Any]:
+        options = self.spec.options
+        length = int(options.get("max_model_len", self._needed_length()))
+        arguments: dict[str, Any] = {
+            "model": self.spec.checkpoint,
+            "dtype": options.get("dtype", self.plan.dtype),
+            "load_format": load_format,
+            "model_impl": "vllm",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "logprobs_mode": "raw_logprobs",
+            "max_logprobs": max(20, self.plan.capture.top_k),
+            "max_model_len": length,
+            "max_num_batched_tokens": int(
+                options.get("max_num_batched_tokens", min(length, MAX_BATCHED_TOKENS))
+            ),
+            "max_num_seqs": int(options.get("max_num_seqs", 8)),
+            "seed": int(options.get("seed", self.plan.seed)),
+        }
+        if "attention_backend" in options:
+            arguments["attention_backend"] = options["attention_backend"]
+        if "gpu_memory_utilization" in options:
+            arguments["gpu_memory_utilization"] = float(options["gpu_memory_utilization"])
+        if self.spec.checkpoint_format in QUANTIZATIONS:
+            arguments.update(_choose_nvfp4(config, options.get("nvfp4_recipe", "auto")))
+        return arguments
+
+    def _needed_length(self) -> int:
+        longest = max((len(probe.token_ids) for probe in self.plan.probes), default=1)
+        prompts = max((probe.prompt_length for probe in self.plan.probes), default=1)
+        return max(longest + 1, prompts + self.plan.sample_tokens + 1)
+
+    def _check_installed(self, layout: Layout) -> None:
+        """Raise EngineError where vLLM's dtype or quantization isn't what the plan says."""
+        config = self.llm.llm_engine.vllm_config.model_config
+        wanted = self.spec.options.get("dtype", self.plan.dtype)
+        if str(config.dtype).removeprefix("torch.") != wanted:
+            raise EngineError(
+                f"vllm runs {config.dtype}, the plan says {wanted}", "choose another dtype"
+            )
+        expected = QUANTIZATIONS.get(self.spec.checkpoint_format, (None,))
+        if config.quantization not in expected:
+            raise EngineError(
+                f"vllm loaded {self.spec.checkpoint} as quantization={config.quantization}, "
+                f"the plan says {self.spec.checkpoint_format}",
+                "export the checkpoint again",
+            )
+        if self.spec.checkpoint_format in QUANTIZATIONS:
+            self._check_quantized(layout)
+
+    def _check_quantized(self, layout: Layout) -> None:
+        found = set()
+        for name, module in linear_modules(self.model):
+            if is_nvfp4(module):
+                found |= {part.fqn for part in layout.parts.get(name, ())} or {name}
+        for layer in expert_layers(self.model):
+            if layer.weights.w13_weight.dtype == torch.uint8:
+                for native in (f"{layer.name}.w13", f"{layer.name}.w2"):
+                    found |= {part.fqn for part in layout.parts[native]}
+        different = sorted(found.symmetric_difference(self.plan.quantized))
+        if different:
+            side = "vllm" if different[0] in found else "the plan"
+            raise EngineError(
+                f"only {side} quantizes {different[0]} ({len(different)} linears differ)",
+                "quantize fused groups (q/k/v, gate/up) as a whole",
+            )
+
+    def _info(self, version: str, layout: Layout) -> EngineInfo:
+        config = self.llm.llm_engine.vllm_config
+        evidence = tuple(readback.read_evidence(self.model))
+        settings = readback.read_settings(self.model, config)
+        settings["weights_before_post_load"] = str(len(self.snapshot))
+        device = next(self.model.parameters()).device
+        return EngineInfo(
+            label="vllm-emu" if any(e.status != "native" for e in evidence) else "vllm",
+            version=version,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            layout=layout,
+            evidence=evidence,
+            invisible=_invisible(self.model),
+            settings=settings,
+        )
+
+    def observe(self, recorder: Recorder) -> None:
+        """Write the weights as the engine holds them, then hook every module."""
+        statics.write(self.model, self.snapshot, recorder)
+        Observer(self.model, self.runner, self._requests, recorder).attach()
+
+    def score(self, sequence: TokenSequence) -> ScoredTokens:
+        """Prompt logprobs of the whole sequence, alone in the batch."""
+        from vllm import SamplingParams
+
+        top_k = self.plan.capture.top_k
+        length = len(sequence.token_ids)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=top_k, detokenize=False
+        )
+        output = self._generate(sequence, sequence.token_ids, params)
+        found = [
+            _read_logprobs(entry, token, top_k)
+            for entry, token in zip(output.prompt_logprobs[1:], sequence.token_ids[1:], strict=True)
+        ]
+        return ScoredTokens(
+            sequence,
+            (None, *(logprob for logprob, _, _ in found)),
+            ("prefill",) * length,
+            ((), *(ids for _, ids, _ in found)),
+            ((), *(values for _, _, values in found)),
+        )
+
+    def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
+        """Continue the prompt at temperature 1 without truncation, with raw logprobs."""
+        from vllm import SamplingParams
+
+        prompt = sequence.token_ids[: sequence.prompt_length]
+        top_k = self.plan.capture.top_k
+        params = SamplingParams(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=seed,
+            ignore_eos=True,
+            max_tokens=num_tokens,
+            logprobs=top_k,
+            detokenize=False,
+        )
+        completion = self._generate(sequence, prompt, params).outputs[0]
+        new = tuple(int(token) for token in completion.token_ids)
+        if len(new) != num_tokens:
+            raise EngineError(
+                f"vllm generated {len(new)} of {num_tokens} tokens for probe {sequence.probe!r} "
+                f"({completion.finish_reason})",
+                "raise max_model_len",
+            )
+        found = [
+            _read_logprobs(entry, token, top_k)
+            for entry, token in zip(completion.logprobs, new, strict=True)
+        ]
+        padding = len(prompt)
+        return ScoredTokens(
+            TokenSequence("sample", sequence.source, sequence.probe, prompt + new, padding),
+            (None,) * padding + tuple(logprob for logprob, _, _ in found),
+            ("prefill",) * (padding + 1) + ("decode",) * (num_tokens - 1),
+            ((),) * padding + tuple(ids for _, ids, _ in found),
+            ((),) * padding + tuple(values for _, _, values in found),
+        )
+
+    def _generate(self, sequence: TokenSequence, prompt: Sequence[int], params: Any) -> Any:
+        config = self.llm.llm_engine.vllm_config.model_config
+        _check_ids(sequence, prompt, config.get_vocab_size())
+        needed = len(prompt) + params.max_tokens
+        if needed > config.max_model_len:
+            raise EngineError(
+                f"probe {sequence.probe!r} needs {needed} positions, max_model_len is "
+                f"{config.max_model_len}",
+                f"set the option max_model_len={needed}",
+            )
+        self._count += 1
+        request_id = f"minite-{self._count}"
+        self._requests[request_id] = Request(sequence, len(prompt))
+        engine = self.llm.llm_engine
+        try:
+            engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+            finished = []
+            while engine.has_unfinished_requests():
+                finished += [output for output in engine.step() if output.finished]
+        except MiniteDiagError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vllm failed on probe {sequence.probe!r}: {_root_cause(error)}",
+                "see the engine's log for vLLM's own messages",
+            ) from error
+        finally:
+            del self._requests[request_id]
+        if len(finished) != 1:
+            raise EngineError(f"vllm returned {len(finished)} results for one request", "report it")
+        return finished[0]
+
+    def close(self) -> None:
+        """Shut the engine core down and free the model."""
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm, self.runner, self.model
+        if hasattr(self, "snapshot"):
+            self.snapshot.close()
+
+
+def _check_options(options: dict[str, str]) -> None:
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise UsageError(
+            f"engine 'vllm' has no option {unknown[0]!r}", f"one of: {', '.join(OPTIONS)}"
+        )
+    recipe = options.get("nvfp4_recipe", "auto")
+    if recipe not in NVFP4_RECIPES:
+        raise UsageError(
+            f"engine 'vllm' can't run nvfp4_recipe={recipe}", f"one of: {', '.join(NVFP4_RECIPES)}"
+        )
+
+
+def _import_vllm() -> Any:
+    os.environ.update(ENVIRONMENT)
+    for key, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    try:
+        import vllm
+        import vllm.entrypoints.llm
+    except ImportError as error:
+        raise EngineUnavailable(f"vllm can't be imported: {error}", INSTALL) from error
+    except Exception as error:
+        raise EngineUnavailable(
+            f"vllm is installed but fails to import: {_root_cause(error)}",
+            f"in a fresh environment: {INSTALL}",
+        ) from error
+    return vllm
+
+
+def _read_config(checkpoint: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"vllm: no readable config.json in {checkpoint}: {error}", "give a checkpoint folder"
+        ) from error
+    if not isinstance(config, dict):
+        raise EngineError(f"{checkpoint / 'config.json'} is not an object", "restore the file")
+    return config
+
+
+def _check_architecture(config: dict[str, Any]) -> None:
+    from vllm import ModelRegistry
+
+    names = config.get("architectures") or []
+    known = ModelRegistry.get_supported_archs()
+    if not any(name in known for name in names):
+        raise EngineError(
+            f"vllm knows no architecture {', '.join(map(repr, names)) or '(none in config.json)'}",
+            "use another sampler, or a vLLM version that has it",
+        )
+
+
+def _choose_nvfp4(config: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """Arguments and registrations that make vLLM run NVFP4 on this platform."""
+    from vllm.platforms import current_platform
+
+    from minite_diag.engines.vllm_plugin import nvfp4_cpu
+
+    if current_platform.is_cpu():
+        nvfp4_cpu.register_linear()
+        if any(config.get(key) for key in ("num_experts", "num_local_experts")):
+            nvfp4_cpu.register_experts()
+            return {"moe_backend": "emulation"}
+        return {}
+    if recipe == "vllm-emulation":
+        return {"linear_backend": "emulation", "moe_backend": "emulation"}
+    return {}
+
+
+def _model_runner(llm: Any) -> Any:
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker = getattr(worker, "worker", worker)
+    return worker.model_runner
+
+
+def _invisible(model: nn.Module) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    for layer in expert_layers(model):
+        experts = fused_experts(layer)
+        if not hasattr(experts, "tap"):
+            reason = f"{type(experts).__name__} is one fused kernel"
+            for site in ("gate_proj:*put", "up_proj:*put", "down_proj:*put"):
+                reasons[f"{layer.name}.*.{site}"] = reason
+    return reasons
+
+
+def _check_ids(sequence: TokenSequence, ids: Sequence[int], vocab_size: int) -> None:
+    outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if outside is not None:
+        raise EngineError(
+            f"probe {sequence.probe!r}: token id {outside} is outside of the vocabulary "
+            f"(0..{vocab_size - 1})",
+            "use ids of this checkpoint's tokenizer",
+        )
+
+
+def _read_logprobs(
+    entry: dict[int, Any], token: int, top_k: int
+) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+    """(log p of `token`, top-k ids, their logprobs) of vLLM's {id: Logprob}."""
+    logprob = float(entry[token].logprob)
+    if math.isnan(logprob):
+        raise EngineError(f"vllm gives NaN for token {token}", "check the checkpoint's weights")
+    ranked = sorted(entry.items(), key=lambda item: -float(item[1].logprob))[:top_k]
+    return (
+        logprob,
+        tuple(int(id) for id, _ in ranked),
+        tuple(float(found.logprob) for _, found in ranked),
+    )
+
+
+def _root_cause(error: BaseException) -> str:
+    """The first line of the innermost error that says something."""
+    messages = []
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).strip()
+        messages.append(f"{type(cause).__name__}: {text.splitlines()[0]}" if text else "")
+        cause = cause.__cause__ or cause.__context__
+    return next((m for m in reversed(messages) if m), type(error).__name__)

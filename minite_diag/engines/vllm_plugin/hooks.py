@@ -1,0 +1,351 @@
+"""Hooks on a running vLLM model: which rows a forward pass holds, and every tensor of it.
+
+Knows torch, vLLM's module classes and the Recorder; no file, no metric. Invariant: nothing is
+computed here that the model didn't compute; tensors are written when a hook sees them, because
+vLLM normalizes and rotates in place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minite_diag.capture.hooks import attach
+from minite_diag.capture.recorder import Recorder
+from minite_diag.engines.base import TokenSequence
+from minite_diag.engines.vllm_plugin.layout import ExpertLayer, expert_layers, linear_modules
+from minite_diag.errors import EngineError
+from minite_diag.trace.store import Row
+
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One running request: its tokens and how many of them are the prompt."""
+
+    sequence: TokenSequence
+    prompt_tokens: int
+
+
+def batch_rows(
+    positions: Sequence[int],
+    starts: Sequence[int],
+    request_ids: Sequence[str],
+    requests: dict[str, Request],
+) -> list[tuple[Row, Request]]:
+    """The token of each row of a flat batch, and the request that it belongs to.
+
+    Request i owns rows starts[i]:starts[i + 1]; vLLM appends a suffix to the ids it was given.
+    Raises EngineError for a padded batch or an unknown request.
+    """
+    if not starts or starts[-1] != len(positions) or len(starts) != len(request_ids) + 1:
+        raise EngineError(
+            f"vLLM ran {len(positions)} rows for {len(request_ids)} requests that end at "
+            f"{list(starts)}: the batch is padded",
+            "run eager, without data parallelism",
+        )
+    rows: list[tuple[Row, Request]] = []
+    for number, request_id in enumerate(request_ids):
+        request = requests.get(request_id) or requests.get(request_id.rpartition("-")[0])
+        if request is None:
+            raise EngineError(f"vLLM runs an unknown request {request_id!r}", "report this")
+        sequence = request.sequence
+        for row in range(starts[number], starts[number + 1]):
+            position = int(positions[row])
+            phase = "prefill" if position < request.prompt_tokens else "decode"
+            token = Row(sequence.mode, sequence.source, sequence.probe, position, phase)
+            rows.append((token, request))
+    return rows
+
+
+class Observer:
+    """Attaches to every module of a vLLM model and feeds the recorder."""
+
+    def __init__(
+        self, model: nn.Module, runner: Any, requests: dict[str, Request], recorder: Recorder
+    ) -> None:
+        self.model, self.runner, self.requests, self.recorder = model, runner, requests, recorder
+        self._starts: list[int] = []
+        self._rows: list[tuple[Row, Request]] = []
+        self._hidden: torch.Tensor | None = None
+        self._site: str | None = None
+        self._quantized: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def attach(self) -> None:
+        """Hook the model; every site is promised to the recorder unless routing decides it."""
+        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.model.register_forward_hook(self._keep_hidden)
+        for name, module in self.model.named_modules():
+            self._attach_module(name, module)
+        for name, module in linear_modules(self.model):
+            if is_nvfp4(module):
+                self._attach_quantized(name, module)
+        for layer in expert_layers(self.model):
+            self._attach_experts(layer)
+        self._watch_quantizer()
+
+    def _attach_module(self, name: str, module: nn.Module) -> None:
+        from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
+
+        is_router = name.endswith(".gate")
+        if isinstance(module, LinearBase):
+            attach(
+                module, name, self.recorder, output_kind="router_logits" if is_router else "output"
+            )
+        elif isinstance(module, SiluAndMul):
+            attach(module, name, self.recorder, input_kind=None)
+        elif isinstance(module, Attention):
+            self._attach_attention(name, module)
+        elif isinstance(module, LogitsProcessor):
+            self._attach_head(module)
+        elif isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            attach(module, name, self.recorder, input_kind=None)
+        elif "RMSNorm" in type(module).__name__:
+            self._attach_norm(name, module)
+
+    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self.recorder.active:
+            return
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            metadata = next(iter(metadata.values()))
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        if positions is None or positions.dim() != 1 or not hasattr(metadata, "query_start_loc"):
+            raise EngineError(
+                f"vLLM's {type(metadata).__name__} gives no row boundaries for this model",
+                "use an attention backend with query_start_loc",
+            )
+        request_ids = list(self.runner.input_batch.req_ids)
+        self._starts = metadata.query_start_loc.tolist()
+        self._rows = batch_rows(positions.tolist(), self._starts, request_ids, self.requests)
+        self.recorder.begin_call([row for row, _ in self._rows])
+
+    def _keep_hidden(self, _: nn.Module, _args: Any, output: Any) -> None:
+        self._hidden = output if self.recorder.active else None
+
+    def _record(self, native: str, kind: str, tensor: torch.Tensor) -> None:
+        if self.recorder.active:
+            self.recorder.tensor(native, kind, tensor.reshape(len(self._rows), -1))
+
+    def _promise(self, native: str, *kinds: str) -> None:
+        for kind in kinds:
+            self.recorder.promise(native, kind)
+
+    def _attach_norm(self, name: str, module: nn.Module) -> None:
+        self._promise(name, "input", "output")
+        finished = finished_layer(name, self.model)
+        if finished is not None:
+            self._promise(finished, "output")
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, *residual = (*args, *kwargs.values())
+            if not residual or residual[0] is None:
+                self._record(name, "input", hidden)
+
+        def after(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, tuple):
+                output, residual = output
+                if finished is not None:
+                    self._record(finished, "output", residual)
+                self._record(name, "residual", residual)
+                self._record(name, "input", residual)
+            self._record(name, "output", output)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _attach_attention(self, name: str, module: nn.Module) -> None:
+        parent = name.rpartition(".")[0]
+        self._promise(f"{parent}.q_rope", "output")
+        self._promise(f"{parent}.k_rope", "output")
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            query, key = (*args, *kwargs.values())[:2]
+            self._record(f"{parent}.q_rope", "output", query)
+            self._record(f"{parent}.k_rope", "output", key)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        attach(module, name, self.recorder, input_kind=None)
+
+    def _attach_head(self, module: nn.Module) -> None:
+        self._promise("lm_head", "input", "logits")
+
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            if not self.recorder.active:
+                return
+            hidden = (*args, *kwargs.values())[1]
+            rows, predicts = self._logits_rows(hidden)
+            if predicts.any():
+                self.recorder.tensor("lm_head", "input", hidden[predicts], rows[predicts])
+                self.recorder.tensor("lm_head", "logits", out[predicts], rows[predicts])
+
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _logits_rows(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows of the call `hidden` [R, H] holds, int64 [R], and which of them count.
+
+        Prompt logprobs come from a slice of the model's output, the next token from the last row
+        of each request. In a chunk that ends before the prompt does vLLM discards that token, and
+        the row comes again as a prompt logprob where those were asked for.
+        """
+        root = self._hidden
+        assert root is not None
+        if hidden.untyped_storage().data_ptr() == root.untyped_storage().data_ptr():
+            first = (hidden.storage_offset() - root.storage_offset()) // root.stride(0)
+            rows = torch.arange(first, first + hidden.shape[0])
+            predicts = torch.ones(len(rows), dtype=torch.bool)
+        else:
+            rows = torch.tensor(self._starts[1:]) - 1
+            owners = [self._rows[row] for row in rows.tolist()]
+            predicts = torch.tensor([r.position >= q.prompt_tokens - 1 for r, q in owners])
+        if len(rows) != len(hidden) or not torch.equal(root[rows.to(root.device)], hidden):
+            raise EngineError(
+                f"lm_head got {hidden.shape[0]} rows that aren't rows of the model's output",
+                "run without speculative decoding",
+            )
+        return rows, predicts
+
+    def _attach_quantized(self, name: str, module: nn.Module) -> None:
+        self._promise(name, "act_codes", "act_block_scale")
+
+        def before(*_: Any) -> None:
+            self._site = name
+
+        def after(*_: Any) -> None:
+            self._site = None
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def _watch_quantizer(self) -> None:
+        """Look at what vLLM's own quantizer returns; its result is passed on untouched."""
+        from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+        quantize = emulation.ref_nvfp4_quant
+
+        def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values, block_scale = quantize(x, *args, **kwargs)
+            if self.recorder.active:
+                self._quantized = (values, block_scale)
+                if self._site is not None:
+                    self.recorder.tensor(self._site, "act_codes", pack_e2m1(values))
+                    self.recorder.tensor(
+                        self._site, "act_block_scale", block_scale.to(torch.float8_e4m3fn)
+                    )
+            return values, block_scale
+
+        emulation.ref_nvfp4_quant = watched
+
+    def _attach_experts(self, layer: ExpertLayer) -> None:
+        attach(layer.runner, layer.name, self.recorder)
+        self._attach_router(layer)
+        experts = fused_experts(layer)
+        if hasattr(experts, "tap"):
+            experts.tap = self._expert_tap(layer.name)
+
+    def _attach_router(self, layer: ExpertLayer) -> None:
+        if getattr(layer.runner, "is_monolithic", False):
+            return
+        self._promise(layer.name, "topk_ids", "topk_weights")
+        router = layer.runner.router
+        select: Callable[..., Any] = router.select_experts
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            weights, ids = select(*args, **kwargs)
+            self._record(layer.name, "topk_ids", ids)
+            self._record(layer.name, "topk_weights", weights)
+            return weights, ids
+
+        router.select_experts = watched
+
+    def _expert_tap(self, name: str) -> Callable[..., None]:
+        shared: list[torch.Tensor] = []
+
+        def quantized() -> list[torch.Tensor]:
+            assert self._quantized is not None
+            values, block_scale = self._quantized
+            return [pack_e2m1(values), block_scale.to(torch.float8_e4m3fn)]
+
+        def write(expert: int, part: str, kind: str, tensor: torch.Tensor, rows: Any) -> None:
+            self.recorder.tensor(f"{name}.{expert}.{part}", kind, tensor, rows)
+
+        def write_codes(
+            expert: int, part: str, found: list[torch.Tensor], rows: torch.Tensor
+        ) -> None:
+            write(expert, part, "act_codes", found[0], rows)
+            write(expert, part, "act_block_scale", found[1], rows)
+
+        def tap(stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor) -> None:
+            if not self.recorder.active:
+                return
+            if rows is None:
+                shared[:] = quantized()
+                return
+            if stage == "gate_up":
+                for part, out in zip(("gate_proj", "up_proj"), tensor.chunk(2, -1), strict=True):
+                    write_codes(expert, part, [t[rows] for t in shared], rows)
+                    write(expert, part, "output", out, rows)
+            elif stage == "activation":
+                write(expert, "down_proj", "input", tensor, rows)
+            elif stage == "quantized":
+                write_codes(expert, "down_proj", quantized(), rows)
+            elif stage == "down":
+                write(expert, "down_proj", "output", tensor, rows)
+
+        return tap
+
+
+def fused_experts(layer: ExpertLayer) -> Any:
+    """The object that runs the experts (None where vLLM's method has no modular kernel)."""
+    kernel = getattr(layer.weights.quant_method, "moe_kernel", None)
+    return getattr(kernel, "fused_experts", None)
+
+
+def is_nvfp4(module: Any) -> bool:
+    """Whether a linear holds packed E2M1 weights with a static activation scale."""
+    return hasattr(module, "weight_global_scale") and hasattr(module, "input_global_scale_inv")
+
+
+def finished_layer(norm: str, model: nn.Module) -> str | None:
+    """The decoder layer whose output a norm sees as its residual sum; None if it is another norm.
+
+    vLLM's layers return (hidden, residual); the next layer's first norm adds them.
+    """
+    match = re.fullmatch(r"(.*\.layers\.)(\d+)\.input_layernorm", norm)
+    if match:
+        number = int(match.group(2))
+        return f"{match.group(1)}{number - 1}" if number else None
+    parent = norm.rpartition(".")[0]
+    layers = getattr(model.get_submodule(parent), "layers", None) if parent else None
+    if isinstance(layers, nn.ModuleList) and len(layers):
+        return f"{parent}.layers.{len(layers) - 1}"
+    return None
+
+
+def pack_e2m1(values_TK: torch.Tensor) -> torch.Tensor:
+    """E2M1 grid values (any float dtype) as codes, uint8 [T, K/2], even element in the low nibble.
+
+    Only lossless values are accepted: ValueError for one that isn't on the grid.
+    """
+    grid = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=values_TK.device)
+    magnitudes = values_TK.float().abs()
+    codes = torch.bucketize(magnitudes, grid)
+    if not torch.equal(grid[codes.clamp(max=7)], magnitudes):
+        raise ValueError("the quantizer returned values that are not on the E2M1 grid")
+    codes = codes.to(torch.uint8) | (torch.signbit(values_TK).to(torch.uint8) << 3)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)

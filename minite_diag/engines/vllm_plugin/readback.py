@@ -1,0 +1,154 @@
+"""What really got installed in a loaded vLLM: settings and evidence, read from its objects.
+
+Knows vLLM's attribute names; decides nothing. Invariant: every statement comes from an object that
+the model holds, never from what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from minite_diag.engines.base import Evidence
+from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
+from minite_diag.engines.vllm_plugin.layout import expert_layers, linear_modules
+
+_EMULATION = "nvfp4_emulation_utils"
+
+
+def qualified_name(value: Any) -> str:
+    """Dotted path of a class, function or method."""
+    value = getattr(value, "__func__", value)
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def linear_kernel(module: Any) -> str:
+    """What multiplies in a linear: its NVFP4 kernel class, or the unquantized GEMM it chose."""
+    scheme = getattr(module, "scheme", None)
+    for holder in (scheme, module.quant_method):
+        kernel = getattr(holder, "kernel", None)
+        if kernel is not None:
+            return qualified_name(type(kernel))
+    chosen = getattr(module, "cpu_linear", None)
+    if chosen is not None:
+        code = getattr(chosen, "__code__", None)
+        # vLLM wraps the GEMM that it dispatched to in a lambda; the last global name is the op.
+        return "cpu_linear: " + (code.co_names[-1] if code is not None else chosen.__name__)
+    return qualified_name(getattr(module.quant_method, "_gemm_impl", type(module.quant_method)))
+
+
+def op_forwards(model: nn.Module) -> dict[str, str]:
+    """Class of each CustomOp in the model -> the forward that its platform dispatch chose."""
+    found: dict[str, str] = {}
+    for module in model.modules():
+        forward = getattr(module, "_forward_method", None)
+        if forward is not None:
+            found[type(module).__name__] = f"{qualified_name(type(module))}.{forward.__name__}"
+    return found
+
+
+def attention(model: nn.Module) -> str:
+    """The attention implementations, as class names."""
+    from vllm.model_executor.layers.attention import Attention
+
+    kinds = {qualified_name(type(m.impl)) for m in model.modules() if isinstance(m, Attention)}
+    return ", ".join(sorted(kinds))
+
+
+def norm_providers() -> str:
+    """Providers that vLLM's norm ops dispatch to, in order of priority."""
+    try:
+        from vllm import ir
+    except ImportError:
+        return ""
+    return "; ".join(
+        f"{name}: {', '.join(getattr(ir.ops, name).get_priority())}"
+        for name in ("rms_norm", "fused_add_rms_norm")
+        if hasattr(getattr(ir.ops, name, None), "get_priority")
+    )
+
+
+def read_settings(model: nn.Module, config: Any) -> dict[str, str]:
+    """Everything that changes bits, as vLLM's objects state it."""
+    linears = Counter(
+        f"{type(module).__name__}: {type(module.quant_method).__name__} -> {linear_kernel(module)}"
+        for _, module in linear_modules(model)
+    )
+    experts = Counter(
+        f"{type(layer.weights.quant_method).__name__} -> "
+        f"{qualified_name(type(fused_experts(layer)))}"
+        for layer in expert_layers(model)
+    )
+    settings = {
+        "quantization": str(config.model_config.quantization),
+        "linears": "; ".join(f"{what} ({n})" for what, n in sorted(linears.items())),
+        "experts": "; ".join(f"{what} ({n})" for what, n in sorted(experts.items())),
+        "routers": ", ".join(
+            sorted({qualified_name(type(layer.runner.router)) for layer in expert_layers(model)})
+        ),
+        "ops": "; ".join(v for _, v in sorted(op_forwards(model).items())),
+        "norm_providers": norm_providers(),
+        "attention": attention(model),
+        "max_num_batched_tokens": str(config.scheduler_config.max_num_batched_tokens),
+        "max_model_len": str(config.model_config.max_model_len),
+        "block_size": str(config.cache_config.block_size),
+        "prefix_caching": str(config.cache_config.enable_prefix_caching),
+        "enforce_eager": str(config.model_config.enforce_eager),
+        "logprobs_mode": str(config.model_config.logprobs_mode),
+        "threads": str(torch.get_num_threads()),
+    }
+    return {key: value for key, value in settings.items() if value}
+
+
+def read_evidence(model: nn.Module) -> Iterator[Evidence]:
+    """Who computes each op. vLLM's own kernels are native, its NVFP4 emulation is emulated."""
+    ops = op_forwards(model)
+    kernels = {linear_kernel(m) for _, m in linear_modules(model) if not is_nvfp4(m)}
+    nvfp4 = {linear_kernel(m) for _, m in linear_modules(model) if is_nvfp4(m)}
+    yield Evidence("linear", "native", ", ".join(sorted(kernels)))
+    for kernel in sorted(nvfp4):
+        yield from _nvfp4_linear(kernel)
+    yield Evidence("norm", "native", ops.get("RMSNorm", ""), norm_providers())
+    yield Evidence("rope", "native", ", ".join(v for k, v in sorted(ops.items()) if "Rotary" in k))
+    yield Evidence("attention", "native", attention(model))
+    yield Evidence("activation", "native", ops.get("SiluAndMul", ""))
+    yield from _experts(model)
+    head = model.get_submodule("lm_head")
+    yield Evidence("lm_head", "native", linear_kernel(head))
+    yield Evidence("logprobs", "native", "vllm.v1.sample.sampler.Sampler.compute_logprobs")
+
+
+def _nvfp4_linear(kernel: str) -> Iterator[Evidence]:
+    status = "emulated" if "Emulation" in kernel else "native"
+    module = "vllm.model_executor.layers.quantization.utils." + _EMULATION
+    yield Evidence("linear_nvfp4", status, kernel)
+    if status == "emulated":
+        yield Evidence(
+            "quantize_act",
+            "emulated",
+            f"{module}.ref_nvfp4_quant",
+            "codes and block scales are what this function returned to the kernel",
+        )
+
+
+def _experts(model: nn.Module) -> Iterator[Evidence]:
+    layers = expert_layers(model)
+    if not layers:
+        return
+    router = {qualified_name(type(layer.runner.router)) for layer in layers}
+    yield Evidence("router", "native", ", ".join(sorted(router)))
+    for impl in sorted({qualified_name(type(fused_experts(layer))) for layer in layers}):
+        if impl.startswith("minite_diag."):
+            yield Evidence(
+                "experts",
+                "replaced",
+                impl,
+                "vLLM emulates NVFP4 experts in Triton, which needs a GPU; this repeats its order "
+                "with vLLM's quantizer, dequantizer and activation",
+            )
+        else:
+            yield Evidence("experts", "emulated" if "Emulation" in impl else "native", impl)
