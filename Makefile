@@ -1,0 +1,51 @@
+# `make demo` runs the main job on a real model; `make test` passes the tests. Both set themselves up.
+# On a machine whose package index has no CPU build of torch, name PyTorch's:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := $(shell cat requirements/cpu.txt | cksum | tr -d ' ')
+ORACLE_LIST := tests/kernels/oracles.txt
+DEV_LOCK := $(shell cat requirements/dev.txt $(ORACLE_LIST) | cksum | tr -d ' ')
+READY := $(VENV)/.ready-$(LOCK)
+DEV_READY := $(VENV)/.dev-ready-$(DEV_LOCK)
+ORACLES := .oracles
+RUN ?= runs/demo
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test lint wheel clean
+
+demo: $(READY)
+	rm -rf $(RUN)
+	$(BIN)/minite-diag compare --learner te --sampler vllm --model demo --out $(RUN)
+
+test: $(DEV_READY) lint wheel
+	MINITE_ORACLES=$(abspath $(ORACLES)) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The wheel is built once and looked into: what users install must hold probes and templates.
+wheel: $(DEV_READY)
+	rm -rf build dist
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+	$(BIN)/python tests/check_wheel.py dist
+
+$(READY): requirements/cpu.txt pyproject.toml
+	@echo "setting up $(VENV): about 160 pinned packages, some minutes the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --progress-bar off --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	touch $@
+
+$(DEV_READY): $(READY) requirements/dev.txt $(ORACLE_LIST)
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/dev.txt
+	rm -rf $(ORACLES)
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --target $(ORACLES) -r $(ORACLE_LIST)
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(ORACLES) build dist
