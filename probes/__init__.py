@@ -1,1 +1,1 @@
-"""Shipped probe sets: see README.md in this folder."""
+"""Shipped probe sets; the format is in README.md."""

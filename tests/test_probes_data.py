@@ -47,7 +47,7 @@ def test_fixed_ids_are_hashed_and_in_the_vocabulary(name: str) -> None:
         ids = row["token_ids"]
         packed = struct.pack(f"<{len(ids)}i", *ids)
         assert row["sha256"] == hashlib.sha256(packed).hexdigest(), row["id"]
-        assert 0 <= min(ids) and max(ids) < VOCAB[name]
+        assert min(ids) >= 0 and max(ids) < VOCAB[name]
         # A prompt of the whole sequence would leave `score` mode nothing after it.
         assert 1 <= row["prompt_length"] < len(ids)
 

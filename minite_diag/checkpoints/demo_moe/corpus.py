@@ -163,7 +163,7 @@ GENERATORS: dict[str, Callable[[random.Random], list[int]]] = {
 
 def generated_documents(kind: str, *, seed: int, num_tokens: int) -> Iterator[list[int]]:
     """Documents of one generated kind, about `num_tokens` ids in total, the same for one seed."""
-    rng = random.Random(f"{kind}-{seed}")
+    rng = random.Random(f"{kind}-{seed}")  # noqa: S311
     total = 0
     while total < num_tokens:
         document = GENERATORS[kind](rng)
