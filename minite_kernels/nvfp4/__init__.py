@@ -1,0 +1,1 @@
+"""NVFP4: formats, layouts, recipes, quantizers, GEMMs and autograd modules."""

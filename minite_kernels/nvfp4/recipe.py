@@ -143,11 +143,13 @@ class GemmRecipe:
     ``operands="block_scaled"``: (q_a*s_a) . (q_b*s_b) accumulated in FP32, times alpha in FP32.
     ``"dequantized"``: each operand is dequantized and rounded to the output dtype first, no alpha.
     ``output="once"``: one cast of alpha*acc; ``"twice"``: acc is cast, multiplied, cast again.
+    ``bias="epilogue"``: added in FP32 before the cast; ``"after_cast"``: added to the cast output.
     """
 
     operands: Literal["block_scaled", "dequantized"] = "block_scaled"
     alpha: Alpha = "g_a*g_b"
     output: Literal["once", "twice"] = "once"
+    bias: Literal["epilogue", "after_cast"] = "after_cast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,8 @@ def get_recipe(name: str | Recipe) -> Recipe:
 _TE: Final = OperandRecipe(dequantize="q*((s*A)*(1/Q))")
 _TE_2D: Final = replace(_TE, tile=(16, 16))
 _TE_GRADIENT: Final = replace(_TE, rounding="stochastic")
-_TE_ALPHA: Final = GemmRecipe(alpha="((A_a*A_b)*(1/((36*F_a)*F_b)))")
-_TE_ROW_ALPHA: Final = GemmRecipe(alpha="(1/((36*F_a)*F_b)) then (A_a*A_b)")
+_TE_ALPHA: Final = GemmRecipe(alpha="((A_a*A_b)*(1/((36*F_a)*F_b)))", bias="epilogue")
+_TE_ROW_ALPHA: Final = GemmRecipe(alpha="(1/((36*F_a)*F_b)) then (A_a*A_b)", bias="epilogue")
 
 
 def _uniform(
@@ -281,7 +283,7 @@ _TE_RECIPES: Final = (
         activation=_TE_PYTHON,
         weight=replace(_TE_PYTHON, tile=(16, 16)),
         gradient=_TE_PYTHON,
-        gemm=GemmRecipe(alpha="(A_a*A_b)/((36*F_a)*F_b)"),
+        gemm=GemmRecipe(alpha="(A_a*A_b)/((36*F_a)*F_b)", bias="epilogue"),
     ),
     _te_four_over_six("te-4over6", 256.0, FourOverSix("mae")),
     _te_four_over_six("te-4over6-mse", 256.0, FourOverSix("mse")),
@@ -363,12 +365,8 @@ _FLASHINFER_EXACT: Final = replace(
 _FLASHINFER_TOKEN: Final = replace(
     _FLASHINFER_FAST, amax_scope="token", global_scale="g = A*(1/Q); S = rcp(g)"
 )
-_FLASHINFER_TOKEN_EXACT: Final = replace(
-    _FLASHINFER_EXACT, amax_scope="token", global_guard="cap"
-)
-_SGLANG: Final = replace(
-    _FLASHINFER_FAST, global_scale="g = A/Q; S = 1/g", zero_guard="s"
-)
+_FLASHINFER_TOKEN_EXACT: Final = replace(_FLASHINFER_EXACT, amax_scope="token", global_guard="cap")
+_SGLANG: Final = replace(_FLASHINFER_FAST, global_scale="g = A/Q; S = 1/g", zero_guard="s")
 _SGLANG_ONLINE_WEIGHT: Final = _four_over_six(
     replace(_FLASHINFER_EXACT, amax_scope="tensor"), 448.0, FourOverSix("mse", _TE_FAST_ERROR)
 )

@@ -50,8 +50,12 @@ class Nvfp4Tensor:
             codes=codes,
             block_scale=self.block_scale.view(torch.uint8)[index].view(torch.float8_e4m3fn),
             amax=self.amax[index] if token else self.amax,
-            global_encode_scale=self.global_encode_scale[index] if token else self.global_encode_scale,
-            global_decode_scale=self.global_decode_scale[index] if token else self.global_decode_scale,
+            global_encode_scale=self.global_encode_scale[index]
+            if token
+            else self.global_encode_scale,
+            global_decode_scale=self.global_decode_scale[index]
+            if token
+            else self.global_decode_scale,
             shape=(codes.shape[0], self.shape[1]),
             recipe=self.recipe,
             role=self.role,

@@ -139,8 +139,7 @@ class _Anything:
 @functools.cache
 def modelopt() -> Any:
     """ModelOpt's ``NVFP4QTensor`` with its own amax functions; base class and platform stubbed."""
-    root = "modelopt/torch/quantization".split("/")
-    base = ".".join(root)
+    base = "modelopt.torch.quantization"
 
     class BaseQuantizedTensor:
         def __init__(self, shape: Any, dtype: Any, data: torch.Tensor) -> None:
@@ -176,10 +175,10 @@ def _functions(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     wanted = [
         node
         for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and node.name in names
-        or isinstance(node, ast.Assign)
-        and "_FP8_DTYPES" in ast.dump(node)
+        if (isinstance(node, ast.FunctionDef)
+        and node.name in names)
+        or (isinstance(node, ast.Assign)
+        and "_FP8_DTYPES" in ast.dump(node))
     ]
     namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), namespace)

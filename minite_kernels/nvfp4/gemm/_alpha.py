@@ -25,7 +25,7 @@ def _one(a: Nvfp4Tensor) -> Tensor:
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
-    """a * b in FP32, where a per-token side is a column (a) or a row (b) of the [M, N] output."""
+    """Multiply in FP32, where a per-token side is a column (a) or a row (b) of the [M, N] output."""
     return (a[:, None] if a.ndim else a) * (b[None, :] if b.ndim else b)
 
 
@@ -50,8 +50,6 @@ ALPHAS: Final[dict[str, Alpha]] = {
         torch.div(_one(a), _outer(a.global_encode_scale, b.global_encode_scale)),
     ),
     "bf16(g_a*g_b)": lambda a, b: (
-        _outer(a.global_decode_scale, b.global_decode_scale)
-        .to(torch.bfloat16)
-        .to(torch.float32),
+        _outer(a.global_decode_scale, b.global_decode_scale).to(torch.bfloat16).to(torch.float32),
     ),
 }

@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from minite_kernels.nvfp4.format import BLOCK_SIZE, E2M1_GRID
+from minite_kernels.nvfp4.gemm._epilogue import Epilogue, apply
+from minite_kernels.nvfp4.gemm.operand import PreparedOperand
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 #: Columns whose products FP64 sums exactly: 1024 * (6*448)^2 * 2^20 < 2^53.
 EXACT_COLUMNS: Final = 1024
+
+
+def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
+    """[M, N] from a [M, K] and b [N, K]: exact accumulator, then the epilogue."""
+    return apply(epilogue, accumulate(decode(a), b.layout("decoded_fp64", decode)))
 
 
 def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

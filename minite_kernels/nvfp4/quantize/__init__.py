@@ -7,11 +7,10 @@ all implementations return the same bytes (stochastic rounding excepted: the sam
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from minite_kernels.dispatch import Impl, select
 from minite_kernels.nvfp4.format import BLOCK_SIZE, E2M1_MAX, decode_e2m1
 from minite_kernels.nvfp4.layout import unpack_codes
 from minite_kernels.nvfp4.quantize import _ref
@@ -19,7 +18,6 @@ from minite_kernels.nvfp4.quantize._ref import GlobalScale
 from minite_kernels.nvfp4.recipe import OperandRecipe, Recipe, Role, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
-Impl = Literal["auto", "ref", "triton", "native"]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = ["amax_of", "dequantize", "global_scale", "quantize"]
@@ -55,9 +53,10 @@ def quantize(
         global_encode_scale=global_encode_scale,
         global_decode_scale=global_decode_scale,
     )
-    if impl not in ("auto", "ref"):
-        raise ValueError(f"quantize has no impl {impl!r} here; one of auto, ref")
-    codes, block_scale = _ref.quantize_rows(operand, x_MK, scale, generator)
+    module = select(
+        "quantize", __name__, impl, x_MK.device, {"triton": _beyond_triton(operand, x_MK)}
+    )
+    codes, block_scale = module.quantize_rows(operand, x_MK, scale, generator)
     return Nvfp4Tensor(
         codes=codes,
         block_scale=block_scale,
@@ -68,6 +67,19 @@ def quantize(
         recipe=recipe,
         role=role,
     )
+
+
+def _beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
+    """Say what the Triton quantizer does not do of this call, None if it does all of it."""
+    if operand.four_over_six is not None:
+        return "four-over-six runs in torch"
+    if operand.rounding == "stochastic":
+        return "stochastic rounding draws from a torch generator"
+    if operand.flush_subnormals or operand.statistics_dtype == "input":
+        return "flushing and statistics in the input dtype run in torch"
+    if x_MK.shape[1] % BLOCK_SIZE or (operand.tile[0] > 1 and x_MK.shape[0] % BLOCK_SIZE):
+        return "ragged tiles run in torch"
+    return None
 
 
 def amax_of(x_MK: Tensor, recipe: Recipe | str, *, role: Role = "activation") -> Tensor:
@@ -124,7 +136,7 @@ def _scalars(value: Tensor, x_MK: Tensor) -> Tensor:
         raise TypeError(f"global scales and amax are float32, got {value.dtype}")
     if value.device != x_MK.device:
         raise ValueError(f"the scale is on {value.device}, x on {x_MK.device}")
-    if value.ndim == 0 or value.shape == (x_MK.shape[0],) and value.numel() != 1:
+    if value.ndim == 0:
         return value
     if value.numel() == 1:
         return value.reshape(())

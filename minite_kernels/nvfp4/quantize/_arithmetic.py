@@ -31,11 +31,11 @@ class Fp32:
         self.statistics_dtype = dtype if operand.statistics_dtype == "input" else torch.float32
 
     def mul(self, a: Tensor, b: Tensor | float) -> Tensor:
-        """a * b, rounded once."""
+        """Multiply, rounded once."""
         return self._out(self._in(a) * (self._in(b) if isinstance(b, Tensor) else b))
 
     def div(self, a: Tensor | float, b: Tensor | float) -> Tensor:
-        """a / b, IEEE, rounded once; one of the two must be a tensor."""
+        """Divide a by b, IEEE, rounded once; one of the two must be a tensor."""
         device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
         return self._out(torch.div(self._tensor(a, device), self._tensor(b, device)))
 

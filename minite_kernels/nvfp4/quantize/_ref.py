@@ -124,7 +124,7 @@ def scale_elements(
     fp = Fp32(operand)
     x = x_MB16.to(torch.float32)
     if operand.element_scale in QUOTIENTS:
-        encode, decode = (t[..., None] for t in torch.broadcast_tensors(scale.encode, scale.decode))
+        encode, decode = scale.encode[..., None], scale.decode[..., None]
         y = QUOTIENTS[operand.element_scale](fp, x, s[..., None], encode, decode)
     else:
         y = fp.mul(x, element_factor(operand, fp, s, b, scale, x_MB16.dtype)[..., None])
@@ -163,9 +163,7 @@ def _guarded_zero(
             return fp.mul(s, fp.rcp(scale.encode))
 
 
-def round_elements(
-    operand: OperandRecipe, y: Tensor, generator: torch.Generator | None
-) -> Tensor:
+def round_elements(operand: OperandRecipe, y: Tensor, generator: torch.Generator | None) -> Tensor:
     """E2M1 codes (uint8, one a byte) of scaled FP32 elements, RNE or stochastic."""
     if operand.rounding == "stochastic":
         bits = torch.randint(

@@ -49,9 +49,7 @@ def _difference(what: str, ours: Tensor, theirs: Tensor) -> str:
 
 def te_python(tile: tuple[int, int] = (1, 16), **options: object) -> Published:
     te = oracles.transformer_engine()
-    quantizer = te.NVFP4QuantizerRef(
-        dtype=None, columnwise=False, quant_tile_shape=tile, **options
-    )
+    quantizer = te.NVFP4QuantizerRef(dtype=None, columnwise=False, quant_tile_shape=tile, **options)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         result = quantizer.quantize(x)
@@ -224,7 +222,9 @@ def test_native_te_differs_from_its_reference_only_in_negative_zero_and_nan() ->
     for kind in DISTRIBUTIONS:
         x = matrix(kind).bfloat16()
         native, python = quantize(x, "te"), quantize(x, "te-python")
-        assert torch.equal(native.block_scale.view(torch.uint8), python.block_scale.view(torch.uint8))
+        assert torch.equal(
+            native.block_scale.view(torch.uint8), python.block_scale.view(torch.uint8)
+        )
         codes = unpack_codes(native.codes)
         codes = torch.where((x == 0) & (codes == 8), 0, codes)
         assert torch.equal(pack_codes(codes), python.codes)
