@@ -68,7 +68,6 @@ class HfEngine(Engine):
         self.device = torch.device(spec.options.get("device") or _default_device())
         self.attention = spec.options.get("attention", "sdpa")
         self.model = self._load_model(Path(spec.checkpoint))
-        self._calls_rows: list[Row] = []
         return EngineInfo(
             label=self.label,
             version=importlib.metadata.version("transformers"),
@@ -76,6 +75,7 @@ class HfEngine(Engine):
             dtype=str(self.dtype).removeprefix("torch."),
             layout=Layout(_expert_parts(self.model)),
             evidence=tuple(self.evidence()),
+            invisible=self.invisible(),
             settings={
                 "attention": str(self.model.config._attn_implementation),
                 "experts": str(getattr(self.model.config, "_experts_implementation", None)),
@@ -105,7 +105,8 @@ class HfEngine(Engine):
                 f"{self.name}: transformers can't load {folder}: {error}",
                 "check that transformers knows the architecture in config.json",
             ) from error
-        if _expert_modules(model):
+        self.has_experts = bool(_expert_modules(model))
+        if self.has_experts:
             model.set_experts_implementation("eager")
         return model.eval().to(self.device)
 
@@ -124,9 +125,14 @@ class HfEngine(Engine):
             ("logprobs", "torch.log_softmax in float32"),
         ):
             yield Evidence(op, "native", impl)
-        if _expert_modules(self.model):
+        if self.has_experts:
             yield Evidence("router", "native", "transformers top-k router")
             yield Evidence("experts", "native", "transformers eager experts")
+
+    def invisible(self) -> dict[str, str]:
+        """Kinds that don't exist here."""
+        reason = "this engine computes in high precision"
+        return {"*:act_*": reason, "*:weight_codes": reason, "*:weight_*scale": reason}
 
     def observe(self, recorder: Recorder) -> None:
         """Hook every linear, norm, router, expert, attention and layer; write the weights."""

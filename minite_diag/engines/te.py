@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -72,7 +71,7 @@ class TeEngine(HfEngine):
 
     def _load_model(self, folder: Path) -> Any:
         model = super()._load_model(folder)
-        self.linears: dict[str, _Quantized] = {}
+        self.linears: dict[str, QuantizedSite] = {}
         for name, module in list(model.named_modules()):
             if _is_experts(module):
                 self._replace_experts(model, name, module)
@@ -96,9 +95,9 @@ class TeEngine(HfEngine):
             shared = SharedInput(self.recipe)
             weights = quantize_group([m.weight.detach() for m in modules], self.recipe)
             for name, module, weight in zip(names, modules, weights, strict=True):
-                linear = TeRefLinear(shared, weight, module.bias, self.dtype)
+                self.linears[name] = QuantizedSite(name, weight)
+                linear = TeRefLinear(shared, self.linears[name], module.bias, self.dtype)
                 model.set_submodule(name, linear)
-                self.linears[name] = linear
 
     def _replace_experts(self, model: Any, name: str, module: nn.Module) -> None:
         experts = TeRefExperts(name, module, self.recipe, self.quantized, self.dtype)
@@ -125,12 +124,17 @@ class TeEngine(HfEngine):
             else:
                 yield item
 
+    def invisible(self) -> dict[str, str]:
+        """Kinds that a quantized linear doesn't have."""
+        if not self.linears:
+            return super().invisible()
+        return {"*:weight": "held as NVFP4 codes", "*:act_*": "this module is not quantized"}
+
     def observe(self, recorder: Recorder) -> None:
         """As transformers, plus codes and scales of every quantized linear."""
         super().observe(recorder)
-        for name, linear in self.linears.items():
-            _write_codes(name, linear.weight_q, recorder)
-            linear.watch(name, recorder)
+        for site in self.linears.values():
+            site.observe(recorder)
 
     def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         if isinstance(module, TeRefExperts):
@@ -178,31 +182,35 @@ class SharedInput:
         return self._quantized
 
 
-@dataclass
-class _Quantized:
-    """What observation needs of a quantized linear."""
+class QuantizedSite:
+    """One quantized linear as observation sees it: its weight, its name, where to write."""
 
-    weight_q: Nvfp4Tensor
+    def __init__(self, name: str, weight_q: Nvfp4Tensor) -> None:
+        self.name = name
+        self.weight_q = weight_q
+        self.recorder: Recorder | None = None
 
-    def watch(self, name: str, recorder: Recorder) -> None:
-        """Record the codes and scales of the activations from now on."""
-        self.site, self.recorder = name, recorder
-        for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
-            if ".experts." not in name:
-                recorder.promise(name, kind)
-
-    site: str = ""
-    recorder: Recorder | None = None
+    def observe(self, recorder: Recorder) -> None:
+        """Write the weight now, and the quantized activations from now on."""
+        self.recorder = recorder
+        recorder.static(self.name, "weight_codes", self.weight_q.codes)
+        recorder.static(self.name, "weight_block_scale", self.weight_q.block_scale)
+        recorder.static(
+            self.name, "weight_global_decode_scale", self.weight_q.global_decode_scale
+        )
+        if ".experts." not in self.name:
+            for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
+                recorder.promise(self.name, kind)
 
     def record(self, q: Nvfp4Tensor, rows: torch.Tensor | None = None) -> None:
         """Write one quantized activation; `rows` are the call's rows of a routed one."""
         if self.recorder is None or not self.recorder.active:
             return
-        self.recorder.tensor(self.site, "act_codes", q.codes, rows)
-        self.recorder.tensor(self.site, "act_block_scale", q.block_scale, rows)
+        self.recorder.tensor(self.name, "act_codes", q.codes, rows)
+        self.recorder.tensor(self.name, "act_block_scale", q.block_scale, rows)
         per_call = q.global_decode_scale.dim() == 0
         self.recorder.tensor(
-            self.site,
+            self.name,
             "act_global_decode_scale",
             q.global_decode_scale,
             None if per_call else rows,
@@ -210,7 +218,7 @@ class _Quantized:
         )
 
 
-class TeRefLinear(nn.Linear, _Quantized):
+class TeRefLinear(nn.Linear):
     """TE's NVFP4 forward GEMM: quantize the input, multiply, one output cast, then the bias.
 
     TE adds the bias in the FP32 epilogue; a linear with a bias therefore casts once, after it.
@@ -219,15 +227,15 @@ class TeRefLinear(nn.Linear, _Quantized):
     def __init__(
         self,
         shared: SharedInput,
-        weight_q: Nvfp4Tensor,
+        site: QuantizedSite,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = weight_q.shape
+        self.out_features, self.in_features = site.weight_q.shape
         self.shared = shared
-        self.weight_q = weight_q
-        self.operand: PreparedOperand = prepare(weight_q)
+        self.site = site
+        self.operand: PreparedOperand = prepare(site.weight_q)
         self.register_parameter("bias", None)
         self.bias_value = bias.detach() if bias is not None else None
         self.dtype = dtype
@@ -235,7 +243,7 @@ class TeRefLinear(nn.Linear, _Quantized):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N] in the model's dtype."""
         q = self.shared.quantize(input.reshape(-1, input.shape[-1]), input)
-        self.record(q)
+        self.site.record(q)
         if self.bias_value is None:
             y = gemm(q, self.operand, out_dtype=self.dtype)
         else:
@@ -267,7 +275,7 @@ class TeRefExperts(nn.Module):
         self.name, self.recipe, self.dtype = name, recipe, dtype
         self.num_experts = gate_up.shape[0]
         self.act_fn = module.act_fn
-        self.linears: dict[str, _Quantized] = {}
+        self.linears: dict[str, QuantizedSite] = {}
         self._operands: dict[str, PreparedOperand] = {}
         self._plain: dict[str, torch.Tensor] = {}
         for expert in range(self.num_experts):
@@ -290,7 +298,7 @@ class TeRefExperts(nn.Module):
             self._plain.update(zip(names, weights, strict=True))
             return
         for name, q in zip(names, quantize_group(weights, self.recipe), strict=True):
-            self.linears[name] = _Quantized(q)
+            self.linears[name] = QuantizedSite(name, q)
             self._operands[name] = prepare(q)
 
     def write_unquantized(self, recorder: Recorder) -> None:
@@ -346,9 +354,3 @@ class TeRefExperts(nn.Module):
     ) -> None:
         if self.recorder is not None and self.recorder.active:
             self.recorder.tensor(site, kind, tensor, rows)
-
-
-def _write_codes(name: str, q: Nvfp4Tensor, recorder: Recorder) -> None:
-    recorder.static(name, "weight_codes", q.codes)
-    recorder.static(name, "weight_block_scale", q.block_scale)
-    recorder.static(name, "weight_global_decode_scale", q.global_decode_scale)
