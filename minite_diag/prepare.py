@@ -232,7 +232,7 @@ def _export(
     say("calibrating activation scales on the probes")
     calibration = calibrate(checkpoint, [probe.token_ids for probe in probes], quantized)
     say(f"exporting NVFP4 ({request.export_recipe}, {request.layout} layout)")
-    return export(checkpoint, request.export_recipe, request.layout, folder, quantized, calibration)
+    return export(checkpoint, request.export_recipe, request.layout, folder, request.quantize, calibration)
 
 
 def _engines(
@@ -337,4 +337,4 @@ def export_checkpoint(
     say(f"calibrating {len(names)} linears on {len(sequences)} probes")
     calibration = calibrate(checkpoint, [probe.token_ids for probe in sequences], names)
     say(f"writing {out}")
-    return export(checkpoint, recipe, layout, out, names, calibration).path
+    return export(checkpoint, recipe, layout, out, quantize, calibration).path

@@ -60,7 +60,19 @@ def index_trace(trace: Trace) -> dict[SequenceKey, Sites]:
             continue
         for key, rows in calls.get(ref.call, {}).items():
             _add(found[key], ref, parts, rows)
+    _share_static_scales(found)
     return dict(found)
+
+
+def _share_static_scales(found: dict[SequenceKey, Sites]) -> None:
+    """A calibrated activation scale is held once and holds for every sequence."""
+    static = found.get(STATIC, {})
+    for site in [site for site in static if site.kind.startswith("act_")]:
+        pieces = static.pop(site)
+        for key, sites in found.items():
+            # An expert that saw no token of a sequence used no scale in it.
+            if key != STATIC and Site(site.fqn, "act_codes") in sites:
+                sites.setdefault(site, pieces)
 
 
 def _add(sites: Sites, ref: TensorRef, parts: tuple[Part, ...], rows: Rows | None) -> None:
@@ -83,4 +95,7 @@ def _rows_of_calls(trace: Trace) -> dict[int, dict[SequenceKey, Rows]]:
 
 def execution_order(sites: Sites) -> dict[Site, int]:
     """Order of first execution of each site."""
-    return {site: min(piece.ref.order for piece in pieces) for site, pieces in sites.items()}
+    order = {site: min(piece.ref.order for piece in pieces) for site, pieces in sites.items()}
+    for site in [site for site in order if site.kind.startswith("act_") and order[site] < 0]:
+        order[site] = order.get(Site(site.fqn, "act_codes"), -1)
+    return order

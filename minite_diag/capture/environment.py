@@ -28,6 +28,7 @@ BIT_CHANGING_PREFIXES: Final = (
     "DNNL_",
     "ONEDNN_",
     "TORCH_",
+    "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
     "PYTORCH_",
     "ATEN_CPU_CAPABILITY",
