@@ -175,10 +175,8 @@ def _functions(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     wanted = [
         node
         for node in tree.body
-        if (isinstance(node, ast.FunctionDef)
-        and node.name in names)
-        or (isinstance(node, ast.Assign)
-        and "_FP8_DTYPES" in ast.dump(node))
+        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        or (isinstance(node, ast.Assign) and "_FP8_DTYPES" in ast.dump(node))
     ]
     namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), namespace)

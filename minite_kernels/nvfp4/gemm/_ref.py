@@ -38,7 +38,9 @@ def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         device=q.device,
     )
     value = pair[q.codes.to(torch.int32)].flatten(1)
-    value = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(m, -1, BLOCK_SIZE)
+    value = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(
+        m, -(-k // BLOCK_SIZE), BLOCK_SIZE
+    )
     return value.mul_(q.block_scale.to(torch.float32).to(dtype)[..., None]).flatten(1)[:, :k]
 
 

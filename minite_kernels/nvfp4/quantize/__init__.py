@@ -160,5 +160,7 @@ def dequantize(q: Nvfp4Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     scale = GlobalScale(q.amax, q.global_encode_scale, q.global_decode_scale)
     factor_MB = _ref.dequantize_factor(q.operand, q.block_scale.to(torch.float32), scale)
     value = decode_e2m1(unpack_codes(q.codes))
-    padded = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(m, -1, BLOCK_SIZE)
+    padded = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(
+        m, -(-k // BLOCK_SIZE), BLOCK_SIZE
+    )
     return (padded * factor_MB[..., None]).flatten(1)[:, :k].to(dtype)

@@ -258,7 +258,7 @@ def quantize_rows(
     m, k = x_MK.shape
     pad_rows, pad_columns = -m % operand.tile[0], -k % BLOCK_SIZE
     x = torch.nn.functional.pad(x_MK, (0, pad_columns, 0, pad_rows))
-    x_MB16 = x.reshape(x.shape[0], -1, BLOCK_SIZE)
+    x_MB16 = x.reshape(x.shape[0], x.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
     parts = [
         quantize_blocks(operand, x_MB16[rows], _rows_of(scale, rows, m), generator)
         for rows in _row_chunks(x_MB16, operand.tile[0])
