@@ -227,7 +227,7 @@ class VllmEngine(Engine):
             temperature=1.0,
             top_p=1.0,
             top_k=0,
-            seed=seed,
+            seed=self._request_seed(len(prompt), seed),
             ignore_eos=True,
             max_tokens=num_tokens,
             logprobs=top_k,
@@ -253,6 +253,19 @@ class VllmEngine(Engine):
             ((),) * padding + tuple(ids for _, ids, _ in found),
             ((),) * padding + tuple(values for _, _, values in found),
         )
+
+    def _request_seed(self, prompt_tokens: int, seed: int) -> int | None:
+        """The seed for the request; None where the process's generator was seeded instead.
+
+        After a chunk that ends inside the prompt vLLM 0.32 rewinds the request's generator, which
+        CPU generators can't do: it dies with "CPU Generator does not use offset".
+        """
+        config = self.llm.llm_engine.vllm_config
+        chunked = prompt_tokens > config.scheduler_config.max_num_batched_tokens
+        if chunked and next(self.model.parameters()).device.type == "cpu":
+            torch.manual_seed(seed)
+            return None
+        return seed
 
     def _generate(self, sequence: TokenSequence, prompt: Sequence[int], params: Any) -> Any:
         config = self.llm.llm_engine.vllm_config.model_config

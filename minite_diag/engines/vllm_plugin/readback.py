@@ -107,28 +107,29 @@ def read_settings(model: nn.Module, config: Any) -> dict[str, str]:
 def read_evidence(model: nn.Module) -> Iterator[Evidence]:
     """Who computes each op. vLLM's own kernels are native, its NVFP4 emulation is emulated."""
     ops = op_forwards(model)
-    kernels = {linear_kernel(m) for _, m in linear_modules(model) if not is_nvfp4(m)}
-    nvfp4 = {linear_kernel(m) for _, m in linear_modules(model) if is_nvfp4(m)}
-    yield Evidence("linear", "native", ", ".join(sorted(kernels)))
-    for kernel in sorted(nvfp4):
+    for kernel in sorted({linear_kernel(m) for _, m in linear_modules(model) if not is_nvfp4(m)}):
+        yield Evidence("linear", "native", kernel)
+    for kernel in sorted({linear_kernel(m) for _, m in linear_modules(model) if is_nvfp4(m)}):
         yield from _nvfp4_linear(kernel)
-    yield Evidence("norm", "native", ops.get("RMSNorm", ""), norm_providers())
-    yield Evidence("rope", "native", ", ".join(v for k, v in sorted(ops.items()) if "Rotary" in k))
+    yield Evidence("norm", "native", ops["RMSNorm"], norm_providers())
+    for name, forward in sorted(ops.items()):
+        if "Rotary" in name:
+            yield Evidence("rope", "native", forward)
     yield Evidence("attention", "native", attention(model))
-    yield Evidence("activation", "native", ops.get("SiluAndMul", ""))
+    if "SiluAndMul" in ops:
+        yield Evidence("activation", "native", ops["SiluAndMul"])
     yield from _experts(model)
-    head = model.get_submodule("lm_head")
-    yield Evidence("lm_head", "native", linear_kernel(head))
+    yield Evidence("lm_head", "native", linear_kernel(model.get_submodule("lm_head")))
     yield Evidence("logprobs", "native", "vllm.v1.sample.sampler.Sampler.compute_logprobs")
 
 
 def _nvfp4_linear(kernel: str) -> Iterator[Evidence]:
     status = "emulated" if "Emulation" in kernel else "native"
     module = "vllm.model_executor.layers.quantization.utils." + _EMULATION
-    yield Evidence("linear_nvfp4", status, kernel)
+    yield Evidence("nvfp4_linear", status, kernel)
     if status == "emulated":
         yield Evidence(
-            "quantize_act",
+            "nvfp4_quantize",
             "emulated",
             f"{module}.ref_nvfp4_quant",
             "codes and block scales are what this function returned to the kernel",
