@@ -38,7 +38,8 @@ def rcp_approx(x: Tensor) -> Tensor:
     if x.is_cuda:
         from minite_kernels.nvfp4._reciprocal_triton import rcp_approx_device
 
-        return rcp_approx_device(x)
+        on_device: Tensor = rcp_approx_device(x)
+        return on_device
     x = flush(x)
     exact = torch.reciprocal(x)
     mantissa = x.view(torch.int32) & _MANTISSA_MASK

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minite_kernels.dispatch import Impl, select
 from minite_kernels.nvfp4.gemm import _ref
-from minite_kernels.nvfp4.gemm._epilogue import add_bias, epilogue_of
+from minite_kernels.nvfp4.gemm._epilogue import Epilogue, add_bias
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
 from minite_kernels.nvfp4.quantize import dequantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -44,7 +44,7 @@ def gemm(
     _check(a, prepared.q, out_dtype)
     if a.recipe.gemm.operands == "dequantized":
         return _dequantized(a, prepared.q, out_dtype, alpha, bias)
-    epilogue = epilogue_of(a, prepared.q, out_dtype, alpha, bias)
+    epilogue = Epilogue(a, prepared.q, out_dtype, alpha, bias)
     module = select("gemm", __name__, impl, a.device)
     out: Tensor = module.gemm(a, prepared, epilogue)
     return out
@@ -65,7 +65,7 @@ def _dequantized(
     if alpha is not None:
         raise ValueError(f"recipe {a.recipe.name!r} multiplies dequantized operands: no alpha")
     out = torch.matmul(dequantize(a, out_dtype), dequantize(b, out_dtype).t())
-    return add_bias(epilogue_of(a, b, out_dtype, None, bias), out)
+    return add_bias(Epilogue(a, b, out_dtype, bias=bias), out)
 
 
 def _check(a: Nvfp4Tensor, b: Nvfp4Tensor, out_dtype: torch.dtype) -> None:

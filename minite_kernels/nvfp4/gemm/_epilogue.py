@@ -17,24 +17,27 @@ from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
-    """FP32 ``factors`` ([], [M, 1] or [1, N]) applied in order, then ``bias`` [N] and the cast."""
+    """The recipe's epilogue for operands a and b; ``alpha``, if given, replaces its factors.
 
-    factors: tuple[Tensor, ...]
+    ``alpha`` is FP32 [], [M, 1] or [1, N]; ``bias`` is [N].
+    """
+
+    a: Nvfp4Tensor
+    b: Nvfp4Tensor
     out_dtype: torch.dtype
-    bias: Tensor | None
-    recipe: GemmRecipe
+    alpha: Tensor | None = None
+    bias: Tensor | None = None
 
+    @property
+    def recipe(self) -> GemmRecipe:
+        """The arithmetic of the multiplication."""
+        return self.a.recipe.gemm
 
-def epilogue_of(
-    a: Nvfp4Tensor,
-    b: Nvfp4Tensor,
-    out_dtype: torch.dtype,
-    alpha: Tensor | None,
-    bias: Tensor | None,
-) -> Epilogue:
-    """Build the epilogue that the operands' recipe asks for; ``alpha`` replaces its factors."""
-    factors = (alpha,) if alpha is not None else ALPHAS[a.recipe.gemm.alpha](a, b)
-    return Epilogue(factors, out_dtype, bias, a.recipe.gemm)
+    def factors(self) -> tuple[Tensor, ...]:
+        """FP32 factors, broadcastable to [M, N], to be multiplied in order."""
+        if self.alpha is not None:
+            return (self.alpha,)
+        return ALPHAS[self.recipe.alpha](self.a, self.b)
 
 
 def apply(epilogue: Epilogue, accumulator: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def apply(epilogue: Epilogue, accumulator: Tensor) -> Tensor:
     out = accumulator
     if epilogue.recipe.output == "twice":
         out = out.to(epilogue.out_dtype).to(torch.float32)
-    for factor in epilogue.factors:
+    for factor in epilogue.factors():
         out = out * factor
     return add_bias(epilogue, out)
 

@@ -45,18 +45,14 @@ def quantize(
     recipe = get_recipe(recipe)
     operand = recipe.operand(role)
     _check_input(x_MK)
-    scale = global_scale(
-        x_MK,
-        recipe,
-        role=role,
-        amax=amax,
-        global_encode_scale=global_encode_scale,
-        global_decode_scale=global_decode_scale,
-    )
-    module = select(
-        "quantize", __name__, impl, x_MK.device, {"triton": _beyond_triton(operand, x_MK)}
-    )
-    codes, block_scale = module.quantize_rows(operand, x_MK, scale, generator)
+    given = _given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
+    limits = {"triton": _beyond_triton(operand, x_MK)}
+    module = select("quantize", __name__, impl, x_MK.device, limits)
+    if given is None and operand.amax_scope == "token":
+        codes, block_scale, scale = module.quantize_tokens(operand, x_MK, generator)
+    else:
+        scale = module.tensor_scale(operand, x_MK) if given is None else given
+        codes, block_scale = module.quantize_rows(operand, x_MK, scale, generator)
     return Nvfp4Tensor(
         codes=codes,
         block_scale=block_scale,
@@ -84,10 +80,7 @@ def _beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
 
 def amax_of(x_MK: Tensor, recipe: Recipe | str, *, role: Role = "activation") -> Tensor:
     """Amax of x over the recipe's scope as FP32: [] per tensor, [M] per token."""
-    operand = get_recipe(recipe).operand(role)
-    if operand.amax_scope == "token":
-        return _ref.max_magnitude(operand, x_MK, dim=1)
-    return _ref.max_magnitude(operand, x_MK, dim=(0, 1))
+    return _ref.amax_of(get_recipe(recipe).operand(role), x_MK)
 
 
 def global_scale(
@@ -101,22 +94,34 @@ def global_scale(
 ) -> GlobalScale:
     """Global scales with which ``quantize`` would quantize x: FP32, [] or [M] per token."""
     recipe = get_recipe(recipe)
+    given = _given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
+    return _ref.scale_of(recipe.operand(role), x_MK) if given is None else given
+
+
+def _given_scale(
+    x_MK: Tensor,
+    recipe: Recipe,
+    role: Role,
+    amax: Tensor | None,
+    encode: Tensor | None,
+    decode: Tensor | None,
+) -> GlobalScale | None:
+    """Scales from what the caller passed; None if they are to be taken from x."""
     operand = recipe.operand(role)
-    given = (amax, global_encode_scale, global_decode_scale)
-    if sum(value is not None for value in given) > 1:
+    if sum(value is not None for value in (amax, encode, decode)) > 1:
         raise ValueError("pass one of amax, global_encode_scale and global_decode_scale, not more")
-    if global_encode_scale is not None:
-        return _of_encode(operand, _scalars(global_encode_scale, x_MK))
-    if global_decode_scale is not None:
-        return _of_decode(operand, _scalars(global_decode_scale, x_MK))
-    if amax is None and operand.amax_scope == "static":
+    if amax is not None:
+        return _ref.global_scale_of_amax(operand, _scalars(amax, x_MK), x_MK.dtype)
+    if encode is not None:
+        return _of_encode(operand, _scalars(encode, x_MK))
+    if decode is not None:
+        return _of_decode(operand, _scalars(decode, x_MK))
+    if operand.amax_scope == "static":
         raise ValueError(
             f"recipe {recipe.name!r} has a static {role} scale: pass amax=, global_encode_scale= "
             "or global_decode_scale="
         )
-    if amax is None:
-        amax = amax_of(x_MK, recipe, role=role)
-    return _ref.global_scale_of_amax(operand, _scalars(amax, x_MK), x_MK.dtype)
+    return None
 
 
 def _of_encode(operand: OperandRecipe, encode: Tensor) -> GlobalScale:

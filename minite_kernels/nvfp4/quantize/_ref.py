@@ -70,6 +70,29 @@ def global_scale_of_amax(operand: OperandRecipe, amax: Tensor, dtype: torch.dtyp
     return GlobalScale(amax, guarded, decode)
 
 
+def amax_of(operand: OperandRecipe, x_MK: Tensor) -> Tensor:
+    """FP32 amax over the recipe's scope: [] or, per token, [M]."""
+    return max_magnitude(operand, x_MK, 1 if operand.amax_scope == "token" else (0, 1))
+
+
+def scale_of(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
+    """Global scales of x over the recipe's scope: [] or, per token, [M]."""
+    return global_scale_of_amax(operand, amax_of(operand, x_MK), x_MK.dtype)
+
+
+def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
+    """Global scales [] of the whole of x."""
+    return scale_of(operand, x_MK)
+
+
+def quantize_tokens(
+    operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, GlobalScale]:
+    """Codes, block scales and the per-token global scales [M] of x [M, K]."""
+    scale = scale_of(operand, x_MK)
+    return *quantize_rows(operand, x_MK, scale, generator), scale
+
+
 def block_amax(operand: OperandRecipe, x_MB16: Tensor) -> Tensor:
     """Largest |x| of each block, FP32 [M, B]; a 16x16 tile's is repeated in its 16 rows."""
     amax_MB = max_magnitude(operand, x_MB16, dim=-1)

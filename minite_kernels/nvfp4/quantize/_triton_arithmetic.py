@@ -1,0 +1,165 @@
+"""The recipes' FP32 expressions as Triton functions: the twins of ``_arithmetic``.
+
+Compiled with ``enable_fp_fusion=False``: a fused multiply-add would change codes. ``tl.div_rn`` is
+IEEE division; Triton's ``/`` is not. Invariant: the same names, the same operations, in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+C6 = tl.constexpr(0.16666667163372039794921875)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
+E4M3_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def rcp(x, APPROX: tl.constexpr):
+    """IEEE 1/x, or the GPU's approximate reciprocal."""
+    if APPROX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def global_scale(
+    amax, Q: tl.constexpr, FORMULA: tl.constexpr, GUARD: tl.constexpr, APPROX: tl.constexpr
+):
+    """(A, S, g) of FP32 amax, guarded."""
+    if GUARD == "tiny":
+        amax = tl.maximum(amax, 1.1754943508222875e-38)
+    if FORMULA == "S = Q/A; g = 1/S":
+        encode = tl.div_rn(Q, amax)
+        decode = tl.div_rn(1.0, encode)
+    elif FORMULA == "S = (1/A)*Q; g = 1/S":
+        encode = tl.div_rn(1.0, amax) * Q
+        decode = tl.div_rn(1.0, encode)
+    elif FORMULA == "g = A/Q; S = 1/g":
+        decode = tl.div_rn(amax, Q)
+        encode = tl.div_rn(1.0, decode)
+    elif FORMULA == "g = A*(1/Q); S = 1/g":
+        decode = amax * tl.div_rn(1.0, amax * 0.0 + Q)
+        encode = tl.div_rn(1.0, decode)
+    elif FORMULA == "g = A*(1/Q); S = rcp(g)":
+        decode = amax * tl.div_rn(1.0, amax * 0.0 + Q)
+        encode = rcp(decode, APPROX)
+    elif FORMULA == "g = (A*(1/448))*c6; S = 1/g":
+        decode = (amax * tl.div_rn(1.0, amax * 0.0 + Q / 6.0)) * C6
+        encode = tl.div_rn(1.0, decode)
+    elif FORMULA == "S = 2^floor(log2(Q/A)); g = 1/S; A := Q/S":
+        encode = tl.div_rn(Q, amax)
+        power = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        usable = (encode >= 1.1754943508222875e-38) & (encode <= FLOAT32_MAX)
+        encode = tl.where(usable, power, encode)
+        decode = tl.div_rn(1.0, encode)
+    else:
+        tl.static_assert(FORMULA == "S = 1; g = 1")
+        encode = amax * 0.0 + 1.0
+        decode = encode
+    guarded = encode
+    if GUARD == "te" or GUARD == "cap":
+        guarded = tl.where(guarded > FLOAT32_MAX, FLOAT32_MAX, guarded)
+    if GUARD == "te":
+        guarded = tl.where((amax == 0) | (guarded == 0), 1.0, guarded)
+    if GUARD == "tiny":
+        guarded = tl.where(tl.abs(guarded) <= FLOAT32_MAX, guarded, 1.0)
+    if GUARD != "none":
+        decode = tl.where(guarded == encode, decode, tl.div_rn(1.0, guarded))
+    if FORMULA == "S = 2^floor(log2(Q/A)); g = 1/S; A := Q/S":
+        amax = tl.where(amax > 0, tl.div_rn(Q, guarded), amax)
+    return amax, guarded, decode
+
+
+@triton.jit
+def block_scale(b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
+    """Block scale before its E4M3 cast."""
+    if FORMULA == "b*(S*c6)":
+        return b * (S * C6)
+    elif FORMULA == "S*(b*c6)" or FORMULA == "S*(b*rcp(6))":
+        return S * (b * C6)
+    elif FORMULA == "(S*b)*rcp(6)":
+        return (S * b) * C6
+    elif FORMULA == "(S*b)/6":
+        return tl.div_rn(S * b, 6.0)
+    elif FORMULA == "(b/6)*S":
+        return tl.div_rn(b, 6.0) * S
+    elif FORMULA == "(b*c6)*S":
+        return (b * C6) * S
+    elif FORMULA == "(b/6)/g":
+        return tl.div_rn(tl.div_rn(b, 6.0), g)
+    elif FORMULA == "(b*c6)/g":
+        return tl.div_rn(b * C6, g)
+    elif FORMULA == "b/(6*g)":
+        return tl.div_rn(b, 6.0 * g)
+    elif FORMULA == "(b*c6)*rcp(g)":
+        return (b * C6) * rcp(g, APPROX)
+    else:
+        tl.static_assert(FORMULA == "b/6")
+        return tl.div_rn(b, 6.0)
+
+
+@triton.jit
+def factor(s, b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
+    """What multiplies x, before guards."""
+    if FORMULA == "x * rcp(s*rcp(S))":
+        return rcp(s * rcp(S, APPROX), APPROX)
+    elif FORMULA == "x * (S/s)":
+        return tl.div_rn(S, s)
+    elif FORMULA == "x * (rcp(s)*S)":
+        return rcp(s, APPROX) * S
+    elif FORMULA == "x * ((1/g)/s)":
+        return tl.div_rn(tl.div_rn(1.0, g), s)
+    elif FORMULA == "x * rcp(s*g)":
+        return rcp(s * g, APPROX)
+    elif FORMULA == "x * (6*rcp(b))":
+        return rcp(b, APPROX) * 6.0
+    else:
+        tl.static_assert(FORMULA == "x * (1/s)")
+        return tl.div_rn(1.0, s)
+
+
+@triton.jit
+def quotient(x, s, S, g, FORMULA: tl.constexpr):
+    """Scaled x of recipes that divide each element."""
+    if FORMULA == "x / (s*g)":
+        return tl.div_rn(x, s * g)
+    elif FORMULA == "x / (s/S)":
+        return tl.div_rn(x, tl.div_rn(s, S))
+    else:
+        tl.static_assert(FORMULA == "(x*S)/s")
+        return tl.div_rn(x * S, s)
+
+
+@triton.jit
+def encode_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
+    """Int32 code 0..15 of FP32 y: see ``format._round_to_even_code``."""
+    magnitude = tl.minimum(tl.abs(y), 6.0)
+    if TIES_EVEN:
+        binade = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+        total = binade.to(tl.float32, bitcast=True) * 6291456.0 + magnitude
+        code = (total.to(tl.int32, bitcast=True) & 7) + (binade >> 22) - 254
+    else:
+        code = (magnitude > 0.25).to(tl.int32) + (magnitude > 0.75).to(tl.int32)
+        code += (magnitude > 1.25).to(tl.int32) + (magnitude > 1.75).to(tl.int32)
+        code += (magnitude > 2.5).to(tl.int32) + (magnitude > 3.5).to(tl.int32)
+        code += (magnitude > 5.0).to(tl.int32)
+    if KEEP_SIGN:
+        code |= (y.to(tl.int32, bitcast=True) >> 28) & 8
+    else:
+        code |= tl.where(y < 0, 8, 0)
+    return tl.where(y != y, NAN_CODE, code)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """FP32 value of an int32 code 0..15."""
+    magnitude = code & 7
+    bits = (0x3F000000 + (magnitude << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude == 0, 0.0, tl.where(magnitude == 1, 0.5, bits))
+    sign = (code & 8) << 28
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
