@@ -190,14 +190,16 @@ class _Export:
     def _quantize_group(self, members: Sequence[str]) -> Iterable[tuple[str, Tensor]]:
         suffix = LAYOUTS[self.layout]
         weights = {fqn: self.checkpoint.read_weight(fqn) for fqn in members}
+        for fqn, w_NK in weights.items():
+            # Not left to the amax: several recipes ignore NaN there, as their engines do.
+            if not w_NK.isfinite().all():
+                raise CheckpointError(
+                    f"{fqn} of {self.checkpoint.name} holds NaN or infinity",
+                    "the master checkpoint is broken: nothing was written",
+                )
         amax = torch.stack(
             [amax_of(w_NK, self.recipe, role="weight") for w_NK in weights.values()]
         ).max()
-        if not amax.isfinite():
-            raise CheckpointError(
-                f"{members[0]} or a linear fused with it holds NaN or infinity",
-                "the master checkpoint is broken: nothing was written",
-            )
         for fqn, w_NK in weights.items():
             q = quantize_matrix(w_NK, self.recipe, role="weight", amax=amax)
             weight_scale = self._directed(q.global_encode_scale, q.global_decode_scale, fqn)
