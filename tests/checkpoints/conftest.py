@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +95,12 @@ def edit_config() -> Callable[..., None]:
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
     return edit
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    # Tiny GEMMs spend their time in barriers: two threads on busy cores are 30 times slower.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

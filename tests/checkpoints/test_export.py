@@ -103,9 +103,7 @@ def test_what_is_not_quantized_keeps_its_bytes(
     master: Checkpoint, tmp_path: Path, layout: Any
 ) -> None:
     pattern = "default,!*.layers.1.*"
-    exported = export(
-        master, "te", layout, tmp_path / "out", pattern, some_amax(master, pattern)
-    )
+    exported = export(master, "te", layout, tmp_path / "out", pattern, some_amax(master, pattern))
     before, after = load_file(master.path / "model.safetensors"), dict(iter_tensors(exported.path))
     kept = [name for name in before if ".layers.0." not in name or "norm" in name]
     assert len(kept) == 2 + 1 + 4 + 7

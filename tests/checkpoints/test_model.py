@@ -29,9 +29,7 @@ def test_dense_checkpoint_names_and_shapes(dense: Path, tmp_path: Path) -> None:
     assert weight.equal(dense_weights()["model.layers.1.mlp.down_proj.weight"])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "format"), [(torch.float16, "fp16"), (torch.float32, "fp32")]
-)
+@pytest.mark.parametrize(("dtype", "format"), [(torch.float16, "fp16"), (torch.float32, "fp32")])
 def test_other_dtypes_are_named_and_a_lying_config_is_noted(
     tmp_path: Path, dtype: torch.dtype, format: str
 ) -> None:

@@ -82,7 +82,7 @@ HOSTILE: dict[str, tuple[Any, bytes, int | None, str]] = {
     "nested beyond the parser": (b"[" * 200_000, b"", None, "broken header"),
     "a list": ([], b"", None, "no JSON object"),
     "a name twice": (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'  # noqa: ISC004
         b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
         b"x",
         None,
@@ -118,7 +118,7 @@ def test_file_of_a_few_bytes_and_truncations_are_refused(dense: Path) -> None:
     whole = file.read_bytes()
     for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="cut short|broken header"):
+        with pytest.raises(CheckpointError, match=r"cut short|broken header"):
             list_tensors(dense)
     file.write_bytes(whole)
     assert list_tensors(dense)
