@@ -69,8 +69,6 @@ def _beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
     """Say what the Triton quantizer does not do of this call, None if it does all of it."""
     if operand.four_over_six is not None:
         return "four-over-six runs in torch"
-    if operand.rounding == "stochastic":
-        return "stochastic rounding draws from a torch generator"
     if operand.flush_subnormals or operand.statistics_dtype == "input":
         return "flushing and statistics in the input dtype run in torch"
     if x_MK.shape[1] % BLOCK_SIZE or (operand.tile[0] > 1 and x_MK.shape[0] % BLOCK_SIZE):

@@ -27,6 +27,7 @@ _factor = arithmetic.factor
 _quotient = arithmetic.quotient
 _encode_e2m1 = arithmetic.encode_e2m1
 _decode_e2m1 = arithmetic.decode_e2m1
+_dither_e2m1 = arithmetic.dither_e2m1
 _FLOAT32_MAX = arithmetic.FLOAT32_MAX
 _BFLOAT16_MAX = arithmetic.BFLOAT16_MAX
 
@@ -47,6 +48,7 @@ def _quantize_blocks(
     b,
     S,
     g,
+    random,
     RECIPE: tl.constexpr,
 ):
     """x [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32, s8 E4M3 [.., B]).
@@ -69,6 +71,7 @@ def _quantize_blocks(
     TIES_EVEN: tl.constexpr = RECIPE[13]
     KEEP_SIGN: tl.constexpr = RECIPE[14]
     NAN_CODE: tl.constexpr = RECIPE[15]
+    STOCHASTIC: tl.constexpr = RECIPE[16]
     t = _block_scale(b, S, g, BLOCK_SCALE, APPROX)
     if ZERO_BLOCK is not None:
         if not ZERO_BLOCK_AFTER:
@@ -105,6 +108,8 @@ def _quantize_blocks(
         if NARROW:
             f = f.to(tl.bfloat16).to(tl.float32)
         y = x * tl.expand_dims(f, -1)
+    if STOCHASTIC:
+        y = _dither_e2m1(y, random)
     return _encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE), s8
 
 
@@ -148,9 +153,11 @@ def _quantize_kernel(
     s_ptr,
     encode_ptr,
     decode_ptr,
+    seed_ptr,
     M,
     K,
     stride_m,
+    stride_k,
     PER_ROW: tl.constexpr,
     VALUES: tl.constexpr,
     BM: tl.constexpr,
@@ -165,7 +172,7 @@ def _quantize_kernel(
     column = (tl.program_id(0) % columns) * BK
     k = column + tl.arange(0, BK)
     row_mask = rows < M
-    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :]
+    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
     x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
     if PER_ROW:
         S = tl.load(encode_ptr + rows, mask=row_mask, other=1.0)[:, None]
@@ -180,7 +187,11 @@ def _quantize_kernel(
         b = tl.reshape(tl.broadcast_to(tile[:, None, :], (BM // 16, 16, BK // 16)), (BM, BK // 16))
     S = tl.broadcast_to(S, (BM, BK // 16))
     g = tl.broadcast_to(g, (BM, BK // 16))
-    code, s8 = _quantize_blocks(blocks, b, S, g, RECIPE)
+    random = blocks
+    if RECIPE[16]:
+        element = rows[:, None] * K + k[None, :]
+        random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, BK // 16, 16))
+    code, s8 = _quantize_blocks(blocks, b, S, g, random, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
 
 
@@ -192,6 +203,7 @@ def _quantize_token_kernel(
     amax_ptr,
     encode_ptr,
     decode_ptr,
+    seed_ptr,
     M,
     K,
     stride_m,
@@ -220,18 +232,31 @@ def _quantize_token_kernel(
     tl.store(decode_ptr + rows, g, mask=row_mask)
     S = tl.broadcast_to(S[:, None], (BM, KP // 16))
     g = tl.broadcast_to(g[:, None], (BM, KP // 16))
-    code, s8 = _quantize_blocks(blocks, b, S, g, RECIPE)
+    random = blocks
+    if RECIPE[16]:
+        element = rows[:, None] * K + k[None, :]
+        random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, KP // 16, 16))
+    code, s8 = _quantize_blocks(blocks, b, S, g, random, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, 0, K, BM, KP, VALUES)
 
 
 @triton.jit
 def _amax_kernel(
-    x_ptr, partial_ptr, M, K, stride_m, NAN_SPREADS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    partial_ptr,
+    count,
+    K,
+    stride_m,
+    PACKED: tl.constexpr,
+    NAN_SPREADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Max of |x| of one chunk of the flattened matrix."""
+    """Max of |x| of one chunk of the matrix, ``PACKED`` if its rows follow each other."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < M.to(tl.int64) * K
-    x = tl.load(x_ptr + (i // K) * stride_m + i % K, mask=inside, other=0.0).to(tl.float32)
+    offset = i
+    if not PACKED:
+        offset = (i // K) * stride_m + i % K
+    x = tl.load(x_ptr + offset, mask=i < count, other=0.0).to(tl.float32)
     tl.store(partial_ptr + tl.program_id(0), _max_magnitude(x, 0, NAN_SPREADS))
 
 
@@ -272,14 +297,19 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes uint8 [M, K/2] and block scales E4M3 [M, K/16] of x [M, K]."""
     codes, s8 = _outputs(x_MK, values=False)
-    _launch(operand, x_MK, scale, codes, s8, values=False)
+    _launch(operand, x_MK, scale, codes, s8, generator, values=False)
     return codes, s8
 
 
-def quantize_values(operand: OperandRecipe, x_MK: Tensor, scale: GlobalScale) -> Tensor:
+def quantize_values(
+    operand: OperandRecipe,
+    x_MK: Tensor,
+    scale: GlobalScale,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Decoded q*s in FP16 [M, K], exact: what a GEMM on decoded operands reads."""
     values, unused = _outputs(x_MK, values=True)
-    _launch(operand, x_MK, scale, values, unused, values=True)
+    _launch(operand, x_MK, scale, values, unused, generator, values=True)
     return values
 
 
@@ -291,25 +321,35 @@ def quantize_tokens(
         scale = _ref.scale_of(operand, x_MK)
         return *quantize_rows(operand, x_MK, scale, generator), scale
     codes, s8 = _outputs(x_MK, values=False)
-    return codes, s8, _launch_tokens(operand, x_MK, codes, s8, values=False)
+    return codes, s8, _launch_tokens(operand, x_MK, codes, s8, generator, values=False)
 
 
-def quantize_token_values(operand: OperandRecipe, x_MK: Tensor) -> tuple[Tensor, GlobalScale]:
+def quantize_token_values(
+    operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | None = None
+) -> tuple[Tensor, GlobalScale]:
     """Decoded q*s in FP16 [M, K] and the per-token global scales."""
     values, unused = _outputs(x_MK, values=True)
-    return values, _launch_tokens(operand, x_MK, values, unused, values=True)
+    return values, _launch_tokens(operand, x_MK, values, unused, generator, values=True)
 
 
 def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
     """Global scales [] of the whole of x: two launches, no host synchronization."""
-    m, k = x_MK.shape
-    parts = max(1, triton.cdiv(m * k, configs.AMAX_ELEMENTS))
-    partial = torch.zeros(parts, dtype=torch.float32, device=x_MK.device)
-    out = torch.empty(3, dtype=torch.float32, device=x_MK.device)
+    x = x_MK if x_MK.stride(1) == 1 else x_MK.t()  # the maximum does not care for order
+    x = x if x.stride(1) == 1 else x.contiguous()
+    parts = max(1, triton.cdiv(x.numel(), configs.AMAX_ELEMENTS))
+    partial = torch.zeros(parts, dtype=torch.float32, device=x.device)
+    out = torch.empty(3, dtype=torch.float32, device=x.device)
     spreads = operand.nan_amax == "propagate"
-    if m and k:
+    if x.numel():
         _amax_kernel[(parts,)](
-            x_MK, partial, m, k, x_MK.stride(0), NAN_SPREADS=spreads, BLOCK=configs.AMAX_ELEMENTS
+            x,
+            partial,
+            x.numel(),
+            x.shape[1],
+            x.stride(0),
+            PACKED=x.is_contiguous(),
+            NAN_SPREADS=spreads,
+            BLOCK=configs.AMAX_ELEMENTS,
         )
     _global_scale_kernel[(1,)](
         partial, out, parts, NAN_SPREADS=spreads, BLOCK=1024, **_global_constants(operand)
@@ -327,13 +367,22 @@ def _outputs(x_MK: Tensor, *, values: bool) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    operand: OperandRecipe, x_MK: Tensor, scale: GlobalScale, q: Tensor, s8: Tensor, *, values: bool
+    operand: OperandRecipe,
+    x_MK: Tensor,
+    scale: GlobalScale,
+    q: Tensor,
+    s8: Tensor,
+    generator: torch.Generator | None,
+    *,
+    values: bool,
 ) -> None:
     m, k = x_MK.shape
-    config = configs.TILE_16X16 if operand.tile[0] > 1 else configs.TILE
     if m == 0 or k == 0:
         return
-    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    if x_MK.stride(1) != 1:
+        config = configs.TRANSPOSED
+    else:
+        config = configs.TILE_16X16 if operand.tile[0] > 1 else configs.TILE
     grid = (triton.cdiv(m, config.rows) * triton.cdiv(k, config.columns),)
     _quantize_kernel[grid](
         x_MK,
@@ -341,9 +390,11 @@ def _launch(
         s8,
         scale.encode,
         scale.decode,
+        _seed(operand, x_MK, generator),
         m,
         k,
         x_MK.stride(0),
+        x_MK.stride(1),
         PER_ROW=scale.amax.ndim == 1,
         VALUES=values,
         BM=config.rows,
@@ -357,7 +408,13 @@ def _launch(
 
 
 def _launch_tokens(
-    operand: OperandRecipe, x_MK: Tensor, q: Tensor, s8: Tensor, *, values: bool
+    operand: OperandRecipe,
+    x_MK: Tensor,
+    q: Tensor,
+    s8: Tensor,
+    generator: torch.Generator | None,
+    *,
+    values: bool,
 ) -> GlobalScale:
     m, k = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
@@ -372,6 +429,7 @@ def _launch_tokens(
             scales[0],
             scales[1],
             scales[2],
+            _seed(operand, x_MK, generator),
             m,
             k,
             x_MK.stride(0),
@@ -385,6 +443,15 @@ def _launch_tokens(
             **unfused(),
         )
     return GlobalScale(scales[0], scales[1], scales[2])
+
+
+def _seed(operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Seed of stochastic rounding, drawn from the generator; any tensor where none is drawn."""
+    if operand.rounding != "stochastic":
+        return x_MK
+    device = x_MK.device if generator is None else generator.device
+    seed = torch.randint(0, 2**31 - 1, (), dtype=torch.int32, device=device, generator=generator)
+    return seed.to(x_MK.device)
 
 
 def _global_constants(operand: OperandRecipe) -> dict[str, Any]:
@@ -416,6 +483,7 @@ def recipe_constants(operand: OperandRecipe, dtype: torch.dtype) -> tuple[Any, .
         operand.ties == "even",
         operand.negative_zero == "keep",
         operand.nan_code,
+        operand.rounding == "stochastic",
     )
 
 

@@ -156,6 +156,19 @@ def encode_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: t
 
 
 @triton.jit
+def dither_e2m1(y, random):
+    """Round FP32 y stochastically to the E2M1 grid with 8 of the random bits."""
+    magnitude = tl.abs(y)
+    step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
+    dithered = magnitude + (random & 255).to(tl.float32) * (step * 0.00390625)
+    step = tl.where(dithered < 2.0, 0.5, tl.where(dithered < 4.0, 1.0, 2.0))
+    inverse = tl.where(dithered < 2.0, 2.0, tl.where(dithered < 4.0, 1.0, 0.5))
+    floored = tl.minimum(tl.floor(dithered * inverse) * step, 6.0)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (floored.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def decode_e2m1(code):
     """FP32 value of an int32 code 0..15."""
     magnitude = code & 7

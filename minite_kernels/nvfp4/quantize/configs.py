@@ -16,6 +16,8 @@ class QuantizeConfig:
 
 
 TILE: Final = QuantizeConfig(rows=8, columns=256, num_warps=4)
+#: x whose rows are contiguous in memory, as the transposes of backward are.
+TRANSPOSED: Final = QuantizeConfig(rows=64, columns=64, num_warps=4)
 TILE_16X16: Final = QuantizeConfig(rows=16, columns=128, num_warps=4)
 #: Whole rows: the token's amax and its codes from one read.
 TOKEN_ELEMENTS: Final = 4096

@@ -1,0 +1,536 @@
+"""Triton W4A4 GEMM for Hopper: FP16 tensor cores on exactly decoded operands.
+
+q*s is exact in FP16, so both kernels multiply decoded values; FP32 accumulators, k ascending, no
+split. ``packed`` reads 4.5-bit weights and decodes them in registers (few rows: the weight's bytes
+are the time); ``decoded`` reads both operands as FP16 through TMA (many rows: the tensor cores are).
+Shapes: a [M, K], b [N, K], out [M, N]; G slices of K, E experts (1 in dense GEMMs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minite_kernels.dispatch import is_interpreted
+from minite_kernels.nvfp4.gemm import configs
+from minite_kernels.nvfp4.gemm._epilogue import Epilogue
+from minite_kernels.nvfp4.gemm.operand import PreparedOperand
+from minite_kernels.nvfp4.layout import unpack_codes
+from minite_kernels.nvfp4.quantize._triton import unfused
+from minite_kernels.nvfp4.quantize._triton_arithmetic import decode_e2m1
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+#: Statistic of an operand that each alpha expression reads.
+STATISTICS = {
+    "((A_a*A_b)*(1/((36*F_a)*F_b)))": "amax",
+    "(A_a*A_b)/((36*F_a)*F_b)": "amax",
+    "(1/((36*F_a)*F_b)) then (A_a*A_b)": "amax",
+    "g_a*g_b": "global_decode_scale",
+    "(1/S_a)*(1/S_b)": "global_encode_scale",
+    "1/(S_a*S_b)": "global_encode_scale",
+    "bf16(g_a*g_b)": "global_decode_scale",
+}
+
+
+@triton.jit
+def _decode_kernel(q_ptr, s_ptr, out_ptr, M, K, BM: tl.constexpr, BK: tl.constexpr):
+    """Packed codes [M, K/2] and scales [M, K/16] -> q*s in FP16 [M, K]."""
+    columns = tl.cdiv(K, BK)
+    rows = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
+    start = (tl.program_id(0) % columns) * BK
+    p = start // 2 + tl.arange(0, BK // 2)
+    n = start // 16 + tl.arange(0, BK // 16)
+    k = start + tl.arange(0, BK)
+    inside = (rows < M)[:, None]
+    wide = rows[:, None].to(tl.int64)
+    packed = tl.load(
+        q_ptr + wide * (K // 2) + p[None, :], mask=inside & (p < K // 2)[None, :], other=0
+    ).to(tl.int32)
+    s = tl.load(
+        s_ptr + wide * (K // 16) + n[None, :], mask=inside & (n < K // 16)[None, :], other=0.0
+    )
+    value = tl.join(decode_e2m1(packed & 15), decode_e2m1((packed >> 4) & 15))
+    value = tl.reshape(value, (BM, BK // 16, 16)) * s.to(tl.float32)[:, :, None]
+    value = tl.reshape(value, (BM, BK)).to(tl.float16)
+    tl.store(out_ptr + wide * K + k[None, :], value, mask=inside & (k < K)[None, :])
+
+
+@triton.jit
+def _factor(a, b, INVERSE: tl.constexpr, FACTOR: tl.constexpr, ALPHA: tl.constexpr):
+    """The recipe's epilogue factor from the two operands' statistics, broadcast."""
+    if ALPHA == "alpha":
+        return a
+    elif ALPHA == "((A_a*A_b)*(1/((36*F_a)*F_b)))":
+        return (a * b) * INVERSE
+    elif ALPHA == "(A_a*A_b)/((36*F_a)*F_b)":
+        return tl.div_rn(a * b, FACTOR)
+    elif ALPHA == "(1/((36*F_a)*F_b)) then (A_a*A_b)" or ALPHA == "g_a*g_b":
+        return a * b
+    elif ALPHA == "(1/S_a)*(1/S_b)":
+        return tl.div_rn(1.0, a) * tl.div_rn(1.0, b)
+    elif ALPHA == "1/(S_a*S_b)":
+        return tl.div_rn(1.0, a * b)
+    else:
+        tl.static_assert(ALPHA == "bf16(g_a*g_b)")
+        return (a * b).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _finish(acc, a, b, bias, EPILOGUE: tl.constexpr, DTYPE: tl.constexpr):
+    """Factors, bias and casts, each operation rounded: acc in FP32 -> DTYPE."""
+    ALPHA: tl.constexpr = EPILOGUE[0]
+    FACTOR: tl.constexpr = EPILOGUE[1]
+    INVERSE: tl.constexpr = EPILOGUE[2]
+    TWICE: tl.constexpr = EPILOGUE[3]
+    BIAS: tl.constexpr = EPILOGUE[4]
+    if TWICE:
+        acc = acc.to(DTYPE).to(tl.float32)
+    if ALPHA == "(1/((36*F_a)*F_b)) then (A_a*A_b)":
+        acc = acc * INVERSE
+    acc = acc * _factor(a, b, INVERSE, FACTOR, ALPHA)
+    if BIAS == "epilogue":
+        acc = acc + bias
+    elif BIAS == "after_cast":
+        acc = acc.to(DTYPE).to(tl.float32) + bias
+    return acc.to(DTYPE)
+
+
+@triton.jit
+def _codes_to_half(q, s0, s1, s2, s3, ASM: tl.constexpr):
+    """Int16 words of four codes and FP16 scales s*2^7 -> four FP16 tensors q*s*2^-7, exact.
+
+    A code shifted to the top of an FP16 is its value times 2^-14. The assembly does two words in
+    one register; the portable branch is its twin and runs in the interpreter.
+    """
+    if ASM:
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            shl.b32 a, $4, 4;
+            shl.b32 b, $4, 1;
+            and.b32 a, a, 0x80808080;
+            lop3.b32 a, a, b, 0x0E0E0E0E, 0xF8;
+            prmt.b32 c, a, 0, 0x2404;
+            mul.rn.f16x2 $0, c, $5;
+            and.b32 c, a, 0xFF00FF00;
+            mul.rn.f16x2 $2, c, $7;
+            shr.b32 b, $4, 3;
+            and.b32 a, $4, 0x80808080;
+            lop3.b32 a, a, b, 0x0E0E0E0E, 0xF8;
+            prmt.b32 c, a, 0, 0x2404;
+            mul.rn.f16x2 $1, c, $6;
+            and.b32 c, a, 0xFF00FF00;
+            mul.rn.f16x2 $3, c, $8;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [q, s0, s1, s2, s3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        u = q.to(tl.uint16, bitcast=True)
+        w0 = (((u << 12) & 0x8000) | ((u << 9) & 0x0E00)).to(tl.float16, bitcast=True) * s0
+        w1 = (((u << 8) & 0x8000) | ((u << 5) & 0x0E00)).to(tl.float16, bitcast=True) * s1
+        w2 = (((u << 4) & 0x8000) | ((u << 1) & 0x0E00)).to(tl.float16, bitcast=True) * s2
+        w3 = ((u & 0x8000) | ((u >> 3) & 0x0E00)).to(tl.float16, bitcast=True) * s3
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _scale_to_half(s32, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Byte J of int32 [R, C] as an E4M3 scale -> FP16 s*2^7, repeated over 16 columns."""
+    u = ((s32 >> (8 * J)) & 0xFF) << 7  # FP16 bits of s*2^-8
+    s = u.to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+    return tl.reshape(tl.broadcast_to(s[:, :, None], (R, C, 16)), (R, C * 16))
+
+
+@triton.jit
+def _tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program, neighbouring rows first."""
+    row_tiles = tl.cdiv(M, BM)
+    column_tiles = tl.cdiv(N, BN)
+    group = pid // (GROUP * column_tiles)
+    height = min(row_tiles - group * GROUP, GROUP)
+    inside = pid % (GROUP * column_tiles)
+    return group * GROUP + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_kernel(
+    a_ptr,
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    a_statistic_ptr,
+    b_statistic_ptr,
+    bias_ptr,
+    row_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    offsets_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    ASM: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATHER: tl.constexpr,
+    GROUP: tl.constexpr,
+    A_PER_ROW: tl.constexpr,
+    B_PER_COLUMN: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """out[M, N] of a [*, K] in FP16 and packed w; one tile a program, k ascending."""
+    Q: tl.constexpr = BK // 4
+    C: tl.constexpr = BK // 64
+    if GROUPED:
+        column_tile = tl.program_id(0)
+        expert = tl.load(tile_expert_ptr + tl.program_id(1))
+        if expert < 0:
+            return
+        first = tl.load(tile_row_ptr + tl.program_id(1))
+        last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+        w_ptr += expert.to(tl.int64) * N * (K // 4)
+        s_ptr += expert.to(tl.int64) * N * (K // 64)
+        b_statistic_ptr += expert
+    else:
+        row_tile, column_tile = _tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+        first = row_tile * BM
+        last = M
+    rm = first + tl.arange(0, BM)
+    rn = column_tile * BN + tl.arange(0, BN)
+    inside = rm < last
+    within = rn < N
+    if GATHER:
+        source = tl.load(row_ptr + rm, mask=inside, other=0).to(tl.int32)
+    else:
+        source = tl.where(inside, rm, first)
+    quarter = tl.arange(0, Q)
+    ap = a_ptr + source[:, None].to(tl.int64) * stride_am + quarter[None, :]
+    column = tl.where(within, rn, 0)
+    wp = w_ptr + column[:, None] * Q + quarter[None, :]
+    sp = s_ptr + column[:, None] * C + tl.arange(0, C)[None, :]
+    if SWAP:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+    for _ in range(0, K // BK):
+        q = tl.load(wp)
+        s = tl.load(sp)
+        a0 = tl.load(ap)
+        a1 = tl.load(ap + Q)
+        a2 = tl.load(ap + 2 * Q)
+        a3 = tl.load(ap + 3 * Q)
+        w0, w1, w2, w3 = _codes_to_half(
+            q,
+            _scale_to_half(s, 0, BN, C),
+            _scale_to_half(s, 1, BN, C),
+            _scale_to_half(s, 2, BN, C),
+            _scale_to_half(s, 3, BN, C),
+            ASM,
+        )
+        if SWAP:
+            acc = tl.dot(w0, tl.trans(a0), acc)
+            acc = tl.dot(w1, tl.trans(a1), acc)
+            acc = tl.dot(w2, tl.trans(a2), acc)
+            acc = tl.dot(w3, tl.trans(a3), acc)
+        else:
+            acc = tl.dot(a0, tl.trans(w0), acc)
+            acc = tl.dot(a1, tl.trans(w1), acc)
+            acc = tl.dot(a2, tl.trans(w2), acc)
+            acc = tl.dot(a3, tl.trans(w3), acc)
+        ap += BK
+        wp += N * Q
+        sp += N * C
+    acc = acc * 128.0
+    a = tl.load(a_statistic_ptr)
+    if A_PER_ROW:
+        a = tl.load(a_statistic_ptr + source, mask=inside, other=0.0)
+    b = tl.load(b_statistic_ptr)
+    if B_PER_COLUMN:
+        b = tl.load(b_statistic_ptr + rn, mask=within, other=0.0)
+    bias = a
+    HAS_BIAS: tl.constexpr = EPILOGUE[4] != "none"
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rn, mask=within, other=0.0).to(tl.float32)
+    wide = rm.to(tl.int64) * N
+    if SWAP:
+        if A_PER_ROW:
+            a = a[None, :]
+        if B_PER_COLUMN:
+            b = b[:, None]
+        if HAS_BIAS:
+            bias = bias[:, None]
+        out = _finish(acc, a, b, bias, EPILOGUE, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + wide[None, :] + rn[:, None], out, mask=inside[None, :] & within[:, None])
+    else:
+        if A_PER_ROW:
+            a = a[:, None]
+        if B_PER_COLUMN:
+            b = b[None, :]
+        if HAS_BIAS:
+            bias = bias[None, :]
+        out = _finish(acc, a, b, bias, EPILOGUE, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + wide[:, None] + rn[None, :], out, mask=inside[:, None] & within[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def _decoded_kernel(
+    a_desc,
+    b_desc,
+    out_ptr,
+    a_statistic_ptr,
+    b_statistic_ptr,
+    bias_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    offsets_ptr,
+    tiles,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    A_PER_ROW: tl.constexpr,
+    B_PER_COLUMN: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """out[M, N] of decoded a [M, K] and b [E*N, K] in FP16: persistent, k ascending.
+
+    Tiles of grouped GEMMs whose expert is -1 are padding: they compute expert 0 and store nothing.
+    """
+    HAS_BIAS: tl.constexpr = EPILOGUE[4] != "none"
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        if GROUPED:
+            column_tiles = tl.cdiv(N, BN)
+            listed = tl.load(tile_expert_ptr + tile // column_tiles)
+            expert = tl.maximum(listed, 0)
+            first = tl.load(tile_row_ptr + tile // column_tiles)
+            last = tl.where(listed < 0, 0, tl.load(offsets_ptr + expert + 1).to(tl.int32))
+            start = (tile % column_tiles) * BN
+        else:
+            row_tile, column_tile = _tile_of(tile, M, N, BM, BN, GROUP)
+            expert = 0
+            first = row_tile * BM
+            last = M
+            start = column_tile * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, tl.cdiv(K, BK)):
+            a = a_desc.load([first, k * BK])
+            b = b_desc.load([expert * N + start, k * BK])
+            acc = tl.dot(a, tl.trans(b), acc)
+        rm = first + tl.arange(0, BM)
+        rn = start + tl.arange(0, BN)
+        inside = rm < last
+        a_statistic = tl.load(a_statistic_ptr)
+        if A_PER_ROW:
+            a_statistic = tl.load(a_statistic_ptr + rm, mask=inside, other=0.0)[:, None]
+        b_statistic = tl.load(b_statistic_ptr + expert)
+        if B_PER_COLUMN:
+            b_statistic = tl.load(b_statistic_ptr + rn, mask=rn < N, other=0.0)[None, :]
+        bias = a_statistic
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        out = _finish(acc, a_statistic, b_statistic, bias, EPILOGUE, out_ptr.dtype.element_ty)
+        pointer = out_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
+        tl.store(pointer, out, mask=inside[:, None] & (rn < N)[None, :])
+
+
+def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
+    """[M, N] from a [M, K] and b [N, K]."""
+    return multiply(decode_values(a), b, epilogue)
+
+
+def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
+    """[M, N] from a decoded in FP16 [M, K]; few rows read packed weights, many decoded ones."""
+    m, k = a_MK.shape
+    n = b.q.shape[0]
+    out = torch.empty(m, n, dtype=epilogue.out_dtype, device=a_MK.device)
+    if m == 0 or n == 0:
+        return out
+    if m <= configs.PACKED_MAX_ROWS and configs.slice_columns(k) is not None:
+        words, scales = (
+            b.layout("packed_words", packed_words),
+            b.layout("packed_scales", packed_scales),
+        )
+        launch_packed(a_MK, words, scales, out, epilogue, configs.packed_config(m))
+    else:
+        launch_decoded(
+            a_MK, b.layout("decoded_fp16", decode_values), out, epilogue, configs.DECODED
+        )
+    return out
+
+
+def decode_values(q: Nvfp4Tensor) -> Tensor:
+    """q*s in FP16 [M, K], exact."""
+    m, k = q.shape
+    if k % 16:
+        raise ValueError(f"the Triton GEMM takes K % 16 == 0, got {k}; use impl='ref'")
+    out = torch.empty(m, k, dtype=torch.float16, device=q.device)
+    if m:
+        grid = (triton.cdiv(m, 8) * triton.cdiv(k, 512),)
+        _decode_kernel[grid](q.codes, q.block_scale, out, m, k, BM=8, BK=512, num_warps=4)
+    return out
+
+
+def packed_words(q: Nvfp4Tensor) -> Tensor:
+    """Codes as int16 [K/BK, N, BK/4]: nibble j of word p is column j*BK/4 + p of the slice.
+
+    A tile of rows in one slice is one contiguous chunk, and its four dot products run over
+    contiguous, ascending columns.
+    """
+    n, k = q.shape
+    columns = _slice_columns(k)
+    codes = unpack_codes(q.codes).view(n, k // columns, 4, columns // 4).to(torch.int32)
+    word = codes[:, :, 0] | (codes[:, :, 1] << 4) | (codes[:, :, 2] << 8) | (codes[:, :, 3] << 12)
+    word = torch.where(word >= 1 << 15, word - (1 << 16), word).to(torch.int16)
+    return word.transpose(0, 1).contiguous()
+
+
+def packed_scales(q: Nvfp4Tensor) -> Tensor:
+    """Block scales as int32 [K/BK, N, BK/64]: byte j belongs to nibble j of ``packed_words``."""
+    n, k = q.shape
+    columns = _slice_columns(k)
+    bytes_ = q.block_scale.view(torch.uint8).view(n, k // columns, 4, columns // 64).to(torch.int32)
+    word = (
+        bytes_[:, :, 0] | (bytes_[:, :, 1] << 8) | (bytes_[:, :, 2] << 16) | (bytes_[:, :, 3] << 24)
+    )
+    return word.transpose(0, 1).contiguous()
+
+
+def _slice_columns(k: int) -> int:
+    columns = configs.slice_columns(k)
+    assert columns is not None, "the caller checks K before it asks for packed weights"
+    return columns
+
+
+def epilogue_arguments(epilogue: Epilogue, b_statistic: Tensor | None = None) -> dict[str, Any]:
+    """Kernel arguments of an epilogue; ``b_statistic`` [E] stands in for b's own in grouped GEMMs."""
+    recipe = epilogue.recipe
+    bias = "none" if epilogue.bias is None else recipe.bias
+    factor = 36.0 * epilogue.a.operand.e4m3_max * epilogue.b.operand.e4m3_max
+    inverse = float(torch.div(torch.ones(()), torch.tensor(factor)))
+    name = "alpha" if epilogue.alpha is not None else str(recipe.alpha)
+    if epilogue.alpha is not None:
+        a_statistic, b = epilogue.alpha, epilogue.alpha
+        per_row, per_column = epilogue.alpha.numel() > 1, False
+    else:
+        statistic = STATISTICS[recipe.alpha]
+        a_statistic = getattr(epilogue.a, statistic)
+        b = getattr(epilogue.b, statistic) if b_statistic is None else b_statistic
+        per_row = a_statistic.ndim == 1
+        per_column = b_statistic is None and b.ndim == 1
+    return {
+        "a_statistic_ptr": a_statistic,
+        "b_statistic_ptr": b,
+        "bias_ptr": a_statistic if epilogue.bias is None else epilogue.bias,
+        "A_PER_ROW": per_row,
+        "B_PER_COLUMN": per_column,
+        "EPILOGUE": (name, factor, inverse, recipe.output == "twice", bias),
+    }
+
+
+def launch_packed(
+    a_MK: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    config: configs.PackedConfig,
+) -> None:
+    """Run the dense packed kernel into ``out`` [M, N]."""
+    m, k = a_MK.shape
+    n = out.shape[1]
+    grid = (triton.cdiv(m, config.rows) * triton.cdiv(n, config.columns),)
+    _packed_kernel[grid](
+        a_MK,
+        words,
+        scales,
+        out,
+        row_ptr=a_MK,
+        tile_expert_ptr=a_MK,
+        tile_row_ptr=a_MK,
+        offsets_ptr=a_MK,
+        M=m,
+        N=n,
+        K=k,
+        stride_am=a_MK.stride(0),
+        BK=words.shape[-1] * 4,
+        GROUPED=False,
+        GATHER=False,
+        **packed_constants(config),
+        **epilogue_arguments(epilogue),
+        **unfused(),
+    )
+
+
+def packed_constants(config: configs.PackedConfig) -> dict[str, Any]:
+    """Compile-time constants of a packed configuration."""
+    return {
+        "BM": config.rows,
+        "BN": config.columns,
+        "SWAP": config.swap,
+        "ASM": not is_interpreted(),
+        "GROUP": configs.GROUP_ROWS,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def launch_decoded(
+    a_MK: Tensor, b_NK: Tensor, out: Tensor, epilogue: Epilogue, config: configs.DecodedConfig
+) -> None:
+    """Run the dense persistent kernel into ``out`` [M, N]."""
+    m, k = a_MK.shape
+    n = out.shape[1]
+    tiles = triton.cdiv(m, config.rows) * triton.cdiv(n, config.columns)
+    _decoded_kernel[(min(programs(a_MK.device), tiles),)](
+        TensorDescriptor.from_tensor(a_MK, [config.rows, config.k]),
+        TensorDescriptor.from_tensor(b_NK, [config.columns, config.k]),
+        out,
+        tile_expert_ptr=out,
+        tile_row_ptr=out,
+        offsets_ptr=out,
+        tiles=tiles,
+        M=m,
+        N=n,
+        K=k,
+        GROUPED=False,
+        **decoded_constants(config, a_MK.device),
+        **epilogue_arguments(epilogue),
+        **unfused(),
+    )
+
+
+def decoded_constants(config: configs.DecodedConfig, device: torch.device) -> dict[str, Any]:
+    """Compile-time constants of a persistent configuration."""
+    return {
+        "BM": config.rows,
+        "BN": config.columns,
+        "BK": config.k,
+        "PROGRAMS": programs(device),
+        "GROUP": configs.GROUP_ROWS,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def programs(device: torch.device) -> int:
+    """How many persistent programs fill the device."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,57 @@
+"""Pinned tiles of the GEMM kernels, chosen by the number of rows.
+
+Every kernel sums k in ascending steps of one tensor-core instruction (k16) into one FP32
+accumulator, so the tiles below give the same bits wherever the exact sum fits 24 bits, and were
+compared on an H200 with data where it does not (tests/kernels/gpu). Nothing is autotuned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """Tile of the kernel that reads packed weights: rows of a, rows of b; K comes in slices."""
+
+    rows: int
+    columns: int
+    swap: bool
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedConfig:
+    """Tile of the persistent kernel on decoded operands."""
+
+    rows: int
+    columns: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+#: Rows up to which packed weights are read, once for each 16 (or 64) rows.
+PACKED_MAX_ROWS: Final = 128
+PACKED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=4)
+PACKED_MEDIUM: Final = PackedConfig(rows=64, columns=64, swap=True, num_warps=4, num_stages=4)
+DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
+GROUPED_DECODED: Final = DecodedConfig(rows=128, columns=128, k=64, num_warps=8, num_stages=4)
+#: Average rows an expert from which grouped GEMMs decode their weights first.
+GROUPED_DECODE_ROWS: Final = 64
+#: Columns of a packed weight's slice: the largest that divides K.
+SLICES: Final = (256, 128, 64)
+#: Tiles of neighbouring rows that run together, for reuse in L2.
+GROUP_ROWS: Final = 8
+
+
+def packed_config(rows: int) -> PackedConfig:
+    """Tile for a number of rows (of one expert, in grouped GEMMs)."""
+    return PACKED_SMALL if rows <= 16 else PACKED_MEDIUM
+
+
+def slice_columns(k: int) -> int | None:
+    """Columns of a packed slice for this K, None if no slice divides it."""
+    return next((columns for columns in SLICES if k % columns == 0), None)
