@@ -6,15 +6,17 @@ whose status says so; the other engines still run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from minite_diag.errors import EngineUnavailable
@@ -39,6 +41,14 @@ class CaptureResult:
 def capture(plan: Plan, run: Path, report: Report, *, resume: bool = False) -> list[CaptureResult]:
     """Capture every engine, samplers first (the learner scores what they generated)."""
     order = [*plan.samplers, plan.learner]
+    # A terminated parent must not leave an engine behind that holds the device.
+    with _termination_as_interrupt():
+        return _capture_all(plan, run, order, report, resume=resume)
+
+
+def _capture_all(
+    plan: Plan, run: Path, order: list[EngineSpec], report: Report, *, resume: bool
+) -> list[CaptureResult]:
     results = []
     for spec in order:
         if resume and _manifest_status(run, spec) in ("ok", "truncated"):
@@ -47,6 +57,22 @@ def capture(plan: Plan, run: Path, report: Report, *, resume: bool = False) -> l
             continue
         results.append(capture_one(plan, run, spec, report))
     return results
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def capture_one(plan: Plan, run: Path, spec: EngineSpec, report: Report) -> CaptureResult:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -39,6 +40,7 @@ from minite_diag.plan import EngineSpec, Plan, read_plan
 from minite_diag.trace.store import TraceWriter
 
 EXIT_ERROR = 3
+PARENT_POLL_S = 2.0
 
 
 class Progress:
@@ -164,6 +166,18 @@ def _error_record(error: BaseException) -> dict[str, str]:
     }
 
 
+def _follow_parent() -> None:
+    """End this process if the parent is gone: a killed parent can't tell its workers."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os._exit(EXIT_ERROR)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the worker process; returns its exit code."""
     run, engine_id = (argv or sys.argv[1:])[:2]
@@ -171,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     progress = Progress(pipe)
+    _follow_parent()
     capture: Capture | None = None
     try:
         plan = read_plan(Path(run))
