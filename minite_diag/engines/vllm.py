@@ -55,6 +55,7 @@ OPTIONS: Final = {
     "max_num_batched_tokens": "tokens per forward pass; a smaller one chunks the prefill",
     "max_num_seqs": "default 8",
     "nvfp4_recipe": "auto (what vLLM chooses; on CPU its emulation) or vllm-emulation",
+    "dequantized_gib": "memory for dequantized NVFP4 weights of the emulation on CPU; default 8",
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
     "seed": "overrides the plan's seed",
@@ -130,7 +131,7 @@ class VllmEngine(Engine):
         if "gpu_memory_utilization" in options:
             arguments["gpu_memory_utilization"] = float(options["gpu_memory_utilization"])
         if self.spec.checkpoint_format in QUANTIZATIONS:
-            arguments.update(_choose_nvfp4(config, options.get("nvfp4_recipe", "auto")))
+            arguments.update(_choose_nvfp4(config, options))
         return arguments
 
     def _needed_length(self) -> int:
@@ -362,7 +363,7 @@ def _check_architecture(config: dict[str, Any]) -> None:
         )
 
 
-def _choose_nvfp4(config: dict[str, Any], recipe: str) -> dict[str, Any]:
+def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
     """Arguments and registrations that make vLLM run NVFP4 on this platform."""
     from vllm.platforms import current_platform
 
@@ -370,11 +371,12 @@ def _choose_nvfp4(config: dict[str, Any], recipe: str) -> dict[str, Any]:
 
     if current_platform.is_cpu():
         nvfp4_cpu.register_linear()
+        nvfp4_cpu.keep_dequantized(int(float(options.get("dequantized_gib", "8")) * 2**30))
         if any(config.get(key) for key in ("num_experts", "num_local_experts")):
             nvfp4_cpu.register_experts()
             return {"moe_backend": "emulation"}
         return {}
-    if recipe == "vllm-emulation":
+    if options.get("nvfp4_recipe") == "vllm-emulation":
         return {"linear_backend": "emulation", "moe_backend": "emulation"}
     return {}
 

@@ -41,6 +41,19 @@ def as_record(scored) -> dict:
     return dataclasses.asdict(scored)
 
 
+def kept_weights_are_fresh_ones(engine) -> bool:
+    """Scores with and without kept dequantized weights are equal, and something was kept."""
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+    sequence = TokenSequence("score", "", "kept", tuple(range(3, 20)), 9)
+    kept = emulation.dequantize_to_dtype
+    with_kept = engine.score(sequence)
+    emulation.dequantize_to_dtype = kept.dequantize
+    without = engine.score(sequence)
+    emulation.dequantize_to_dtype = kept
+    return with_kept == without and kept.bytes_kept > 0
+
+
 def error_of(action) -> dict:
     try:
         action()
@@ -74,6 +87,7 @@ def main(job: dict) -> None:
         "too_long": error_of(lambda: engine.score(too_long)),
     }
     after_errors = engine.score(prompts[0])
+    kept = job["format"].startswith("nvfp4") and kept_weights_are_fresh_ones(engine)
     writer.manifest({"engine": {"id": "vllm"}, "status": "ok", "layout": layout})
     writer.close()
     results = {
@@ -91,6 +105,7 @@ def main(job: dict) -> None:
         "sampled": [as_record(s) for s in sampled],
         "rescored": [as_record(s) for s in rescored],
         "errors": errors,
+        "kept": kept,
         "after_errors": as_record(after_errors),
     }
     engine.close()

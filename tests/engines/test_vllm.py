@@ -201,6 +201,11 @@ def test_captured_codes_reproduce_the_linear(runs, name):
         assert (x - unquantized).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("name", ["llama-nvfp4", "moe-nvfp4"])
+def test_kept_dequantized_weights_change_nothing(runs, name):
+    assert runs(name).results["kept"]
+
+
 def test_captured_experts_add_up_to_the_layer(runs):
     run = runs("moe-nvfp4")
     experts = "model.layers.1.mlp.experts"

@@ -1,6 +1,8 @@
 """NVFP4 on vLLM's CPU backend: its own emulation, and torch experts where that is Triton only.
 
 The linear kernel is vLLM's, unchanged: the CPU backend only lacks its entry in the kernel table.
+It dequantizes every weight in every forward pass; `keep_dequantized` keeps what vLLM's function
+returned, which are the same bits (a decode step of SmolLM2 takes seconds without).
 The experts are ours (`replaced`): vLLM emulates NVFP4 experts in a Triton kernel that needs a GPU,
 so this class repeats its order of operations in torch, with vLLM's own quantizer, dequantizer and
 activation. Invariant: nothing here runs on another platform than CPU.
@@ -31,6 +33,56 @@ def register_linear() -> None:
     table = getattr(linear, "_POSSIBLE_NVFP4_KERNELS", {})
     if EmulationNvFp4LinearKernel not in table.get(PlatformEnum.CPU, []):
         linear.register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+
+
+class DequantizedWeights:
+    """vLLM's `dequantize_to_dtype` with its results kept, up to `max_bytes`.
+
+    Keyed by address: whoever changes packed weights in place must call `forget`.
+    """
+
+    def __init__(self, dequantize: Callable[..., torch.Tensor], max_bytes: int) -> None:
+        self.dequantize = dequantize
+        self.max_bytes = max_bytes
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything that was kept."""
+        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.bytes_kept = 0
+
+    def __call__(
+        self,
+        codes: torch.Tensor,
+        block_scale: torch.Tensor,
+        global_scale: torch.Tensor,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        swizzle: bool | None = True,
+    ) -> torch.Tensor:
+        """As vLLM's function; the result is shared and must not be written to."""
+        where = (codes.data_ptr(), block_scale.data_ptr(), global_scale.data_ptr())
+        key = (*where, tuple(codes.shape), dtype, block_size, swizzle)
+        if key in self._kept:
+            return self._kept[key]
+        found = self.dequantize(codes, block_scale, global_scale, dtype, block_size, swizzle)
+        size = found.numel() * found.element_size()
+        if self.bytes_kept + size <= self.max_bytes:
+            self._kept[key] = found
+            self.bytes_kept += size
+        return found
+
+
+def keep_dequantized(max_bytes: int) -> DequantizedWeights:
+    """Make vLLM's emulation keep its dequantized weights; returns what keeps them."""
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+    dequantize = emulation.dequantize_to_dtype
+    if isinstance(dequantize, DequantizedWeights):
+        dequantize = dequantize.dequantize
+    kept = DequantizedWeights(dequantize, max_bytes)
+    emulation.dequantize_to_dtype = kept
+    return kept
 
 
 def register_experts() -> None:

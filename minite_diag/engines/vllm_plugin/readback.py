@@ -16,6 +16,7 @@ from torch import nn
 from minite_diag.engines.base import Evidence
 from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
 from minite_diag.engines.vllm_plugin.layout import expert_layers, linear_modules
+from minite_diag.engines.vllm_plugin.nvfp4_cpu import DequantizedWeights
 
 _EMULATION = "nvfp4_emulation_utils"
 
@@ -126,14 +127,23 @@ def read_evidence(model: nn.Module) -> Iterator[Evidence]:
 def _nvfp4_linear(kernel: str) -> Iterator[Evidence]:
     status = "emulated" if "Emulation" in kernel else "native"
     module = "vllm.model_executor.layers.quantization.utils." + _EMULATION
-    yield Evidence("nvfp4_linear", status, kernel)
-    if status == "emulated":
+    if status == "native":
+        yield Evidence("nvfp4_linear", status, kernel)
+    else:
+        note = "" if _dequantizes_each_time() else "what dequantize_to_dtype returns is kept"
+        yield Evidence("nvfp4_linear", status, kernel, note)
         yield Evidence(
             "nvfp4_quantize",
             "emulated",
             f"{module}.ref_nvfp4_quant",
             "codes and block scales are what this function returned to the kernel",
         )
+
+
+def _dequantizes_each_time() -> bool:
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+
+    return not isinstance(emulation.dequantize_to_dtype, DequantizedWeights)
 
 
 def _experts(model: nn.Module) -> Iterator[Evidence]:
