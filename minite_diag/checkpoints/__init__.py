@@ -16,6 +16,7 @@ from pathlib import Path
 
 from minite_diag.checkpoints.calibrate import Calibration, calibrate
 from minite_diag.checkpoints.demo import DEMO, DEMO_MOE, open_demo, open_demo_moe
+from minite_diag.checkpoints.dequantize import dequantize_checkpoint
 from minite_diag.checkpoints.export import export
 from minite_diag.checkpoints.model import Checkpoint, open_checkpoint
 from minite_diag.checkpoints.names import fused_group, is_expert, is_router
@@ -29,6 +30,7 @@ __all__ = [
     "StoredWeight",
     "TensorInfo",
     "calibrate",
+    "dequantize_checkpoint",
     "export",
     "fused_group",
     "is_expert",

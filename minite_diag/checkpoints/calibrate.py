@@ -166,15 +166,14 @@ class _Recorder:
 
     def fill_unrouted_experts(self) -> dict[str, str]:
         """Give experts without tokens their layer's largest amax; returns the reasons by FQN."""
+        largest: dict[tuple[str | None, str], float] = {}
+        for fqn, value in self.amax.items():
+            key = names.experts_module(fqn), names.projection(fqn)
+            largest[key] = max(largest.get(key, 0.0), value)
         fallbacks: dict[str, str] = {}
         for fqn in sorted(self._wanted - self.amax.keys(), key=names.natural_key):
-            module, last = names.experts_module(fqn), names.projection(fqn)
-            seen = [
-                value
-                for other, value in self.amax.items()
-                if names.experts_module(other) == module and names.projection(other) == last
-            ]
-            if module is not None and seen:
+            module, last = key = names.experts_module(fqn), names.projection(fqn)
+            if module is not None and key in largest:
                 fallbacks[fqn] = f"saw no token: largest {last} input of {module}"
-                self.amax[fqn] = max(seen)
+                self.amax[fqn] = largest[key]
         return fallbacks

@@ -13,13 +13,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from minite_diag.checkpoints.model import Checkpoint, open_checkpoint
+from minite_diag.checkpoints.writer import atomic_folder
 from minite_diag.errors import CheckpointError
 
 DEMO: Final = "demo"
@@ -62,19 +60,13 @@ def _gguf_file() -> Path:
 
 
 def _make_atomically(source: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _convert(source, temporary)
-        temporary.chmod(0o755)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            # Another process was faster: its folder is complete, because it was renamed too.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with atomic_folder(folder) as temporary:
+            _convert(source, temporary)
+    except CheckpointError:
+        # Another process was faster: its folder is complete, because it was renamed too.
+        if not folder.is_dir():
+            raise
 
 
 def _convert(source: Path, folder: Path) -> None:

@@ -12,12 +12,9 @@ shards are written by seeking, in safetensors' own order.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,24 +32,19 @@ from minite_diag.checkpoints.model import (
 )
 from minite_diag.checkpoints.patterns import quantized_names
 from minite_diag.checkpoints.stored import LAYOUTS, Layout
-from minite_diag.checkpoints.writer import OutputTensor, ShardWriter
+from minite_diag.checkpoints.writer import (
+    SHARD_BYTES,
+    OutputTensor,
+    ShardWriter,
+    atomic_folder,
+    copy_tokenizer,
+)
 from minite_diag.errors import CheckpointError, UsageError
 from minite_kernels.nvfp4.quantize import amax_of, global_scale
 from minite_kernels.nvfp4.quantize import quantize as quantize_matrix
 from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 
 Activations = Literal["static", "none"]
-SHARD_BYTES: Final = 2 << 30
-
-_COPIED: Final = (
-    "generation_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def export(
@@ -85,19 +77,10 @@ def export(
     if not selected:
         raise UsageError("the pattern 'none' leaves nothing to export", "use the model as it is")
     job = _Export(checkpoint, recipe, layout, selected, activations, calibration)
-    record = job.record(quantize)
-    if out_dir.exists():
-        raise CheckpointError(f"{out_dir} exists already", "give another folder or remove it")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
+    with atomic_folder(out_dir) as temporary:
         job.write_weights(temporary, shard_bytes)
-        job.write_files(temporary, record)
-        temporary.chmod(0o755)
-        _publish(temporary, out_dir)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return open_checkpoint(out_dir, notes=checkpoint.notes)
+        job.write_files(temporary, job.record(quantize))
+    return open_checkpoint(out_dir)
 
 
 def _recipe(recipe: str | Recipe) -> Recipe:
@@ -105,17 +88,6 @@ def _recipe(recipe: str | Recipe) -> Recipe:
         return get_recipe(recipe)
     except ValueError as error:
         raise UsageError(str(error), "pick one of them with --recipe") from error
-
-
-def _publish(temporary: Path, out_dir: Path) -> None:
-    try:
-        os.rename(temporary, out_dir)
-    except OSError as error:
-        if not out_dir.exists():
-            raise
-        raise CheckpointError(
-            f"{out_dir} appeared while it was being written", "give another folder"
-        ) from error
 
 
 class _Export:
@@ -248,7 +220,8 @@ class _Export:
 
     def write_files(self, folder: Path, record: Mapping[str, Any]) -> None:
         """Write config, quantization config and export record; copy tokenizer files."""
-        kept = [fqn for fqn in self.checkpoint.linear_names() if fqn not in set(self.selected)]
+        selected = set(self.selected)
+        kept = [fqn for fqn in self.checkpoint.linear_names() if fqn not in selected]
         config = dict(self.checkpoint.config)
         files: dict[str, Mapping[str, Any]] = {EXPORT_FILE: record}
         if self.layout == "modelopt":
@@ -260,9 +233,7 @@ class _Export:
         for name, content in files.items():
             text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
             (folder / name).write_text(text, encoding="utf-8")
-        for file in sorted(self.checkpoint.path.iterdir()):
-            if file.is_file() and (file.name in _COPIED or file.name.startswith("tokenizer")):
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(self.checkpoint.path, folder)
 
 
 def _with_fused_names(kept: Sequence[str]) -> list[str]:

@@ -167,7 +167,7 @@ def open_checkpoint(
         format=format,
         architecture=config["architectures"][0],
         fingerprint=fingerprint(folder, tensors),
-        notes=(*notes, *_dtype_notes(config, format)),
+        notes=(*notes, *_source_notes(folder), *_dtype_notes(config, format)),
         config=config,
         tensors=tensors,
     )
@@ -243,6 +243,15 @@ def _quantized_format(
             "its config and its weights don't belong together: export it again",
         )
     return format
+
+
+def _source_notes(folder: Path) -> tuple[str, ...]:
+    """The remarks on the model that an export of ours came from."""
+    if not (folder / EXPORT_FILE).is_file():
+        return ()
+    source = reader.read_json(folder / EXPORT_FILE).get("source")
+    notes = source.get("notes") if isinstance(source, dict) else None
+    return tuple(str(note) for note in notes) if isinstance(notes, list) else ()
 
 
 def _dtype_notes(config: dict[str, Any], format: Format) -> tuple[str, ...]:

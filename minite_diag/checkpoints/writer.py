@@ -1,6 +1,6 @@
-"""Writes safetensors shards whose layout is known in advance, tensor by tensor, in any order.
+"""Writes checkpoint folders: shards tensor by tensor in any order, and the folder all at once.
 
-Knows the file format only. Invariant: a shard's bytes depend on the declared tensors and their
+Knows files only. Invariant: a folder appears complete or not at all; a shard's bytes depend on the declared tensors and their
 values, never on the order of the writes; every declared tensor is written exactly once.
 """
 
@@ -8,16 +8,65 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch import Tensor
 
 from minite_diag.checkpoints.reader import DTYPES, INDEX_FILE, SINGLE_FILE
+from minite_diag.errors import CheckpointError
+
+SHARD_BYTES: Final = 2 << 30
+
+_COPIED: Final = (
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when the block succeeds and vanishes when not.
+
+    Raises CheckpointError if `folder` exists before or after.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already", "give another folder or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        try:
+            os.rename(temporary, folder)
+        except OSError as error:
+            if not folder.exists():
+                raise
+            raise CheckpointError(
+                f"{folder} appeared while it was being written", "give another folder"
+            ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what goes with the weights: tokenizer, chat template, generation config."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and (file.name in _COPIED or file.name.startswith("tokenizer")):
+            shutil.copyfile(file, folder / file.name)
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def test_export_record_and_tokenizer_go_along(tmp_path: Path) -> None:
     assert record["quantized"] == quantized_names(moe, "experts")
     assert record["source"]["fingerprint"] == moe.fingerprint
     assert record["input_amax_fallbacks"] == fallback
-    assert exported.notes == moe.notes
+    assert exported.notes == moe.notes == open_checkpoint(exported.path).notes
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (exported.path / name).read_bytes() == (moe.path / name).read_bytes()
     assert not (exported.path / "training.json").exists()
