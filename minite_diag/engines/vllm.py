@@ -45,9 +45,11 @@ DEFAULT_ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Set unless the user did. Eager vLLM compiles only its rank counting, which took 20 s on CPU."""
+"""Set unless the user did. Threads bound to cores spin against anything else that runs there: a
+decode step took 10 times longer. Eager vLLM compiles only its rank counting, in 20 s on CPU."""
 
 OPTIONS: Final = {
     "dtype": "overrides the plan's dtype",

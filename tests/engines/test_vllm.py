@@ -360,5 +360,9 @@ def test_pack_e2m1_covers_the_grid_with_signs():
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = torch.tensor([grid + [-v for v in grid]])
     assert pack_e2m1(values).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
+
+
+@pytest.mark.parametrize("value", [0.25, 0.75, 1.25, 5.0, 8.0, -12.0, float("inf"), float("nan")])
+def test_pack_e2m1_refuses_what_is_not_on_the_grid(value):
     with pytest.raises(ValueError, match="E2M1"):
-        pack_e2m1(torch.tensor([[0.25, 1.0]]))
+        pack_e2m1(torch.tensor([[value, 1.0]]))

@@ -22,7 +22,7 @@ from minite_diag.engines.vllm_plugin.layout import ExpertLayer, expert_layers, l
 from minite_diag.errors import EngineError
 from minite_diag.trace.store import Row
 
-_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BITS_0_5, _BITS_0_75, _BITS_6 = 0x3F000000, 0x3F400000, 0x40C00000
 
 
 @dataclass(frozen=True)
@@ -340,12 +340,15 @@ def finished_layer(norm: str, model: nn.Module) -> str | None:
 def pack_e2m1(values_TK: torch.Tensor) -> torch.Tensor:
     """E2M1 grid values (any float dtype) as codes, uint8 [T, K/2], even element in the low nibble.
 
-    Only lossless values are accepted: ValueError for one that isn't on the grid.
+    Read from the FP32 bits: from 1 on, the exponent and the first mantissa bit are the code plus
+    252. Only lossless values are accepted: ValueError for one that isn't on the grid.
     """
-    grid = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=values_TK.device)
-    magnitudes = values_TK.float().abs()
-    codes = torch.bucketize(magnitudes, grid)
-    if not torch.equal(grid[codes.clamp(max=7)], magnitudes):
+    bits = values_TK.float().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    codes = ((magnitude >> 22) - 252).clamp_(1, 7).mul_(magnitude != 0)
+    on_grid = (magnitude & 0x3FFFFF == 0) & (magnitude != _BITS_0_75)
+    on_grid &= (magnitude == 0) | (magnitude >= _BITS_0_5)
+    if values_TK.numel() and not (bool(on_grid.all()) and int(magnitude.max()) <= _BITS_6):
         raise ValueError("the quantizer returned values that are not on the E2M1 grid")
-    codes = codes.to(torch.uint8) | (torch.signbit(values_TK).to(torch.uint8) << 3)
+    codes = (codes | ((bits >> 28) & 8)).to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
