@@ -239,8 +239,13 @@ def _stderr() -> Console:
     return Console(stderr=True)
 
 
+def _print(console: Console, text: str, style: str = "") -> None:
+    # Not wrapped: a path or command that is broken over two lines can't be copied.
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def _say(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(text, style="dim", highlight=False)
+    return lambda text: _print(console, text, "dim")
 
 
 def _emit(summary: dict[str, Any], as_json: bool) -> NoReturn:
@@ -270,9 +275,9 @@ class _errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, MiniteDiagError):
             console = _stderr()
-            console.print(f"error: {error.message}", style="red", highlight=False, markup=False)
+            _print(console, f"error: {error.message}", "red")
             if error.hint:
-                console.print(f"next:  {error.hint}", highlight=False, markup=False)
+                _print(console, f"next:  {error.hint}")
             if self.as_json:
                 record = {"message": error.message, "hint": error.hint}
                 typer.echo(json.dumps({"schema": 1, "verdict": "error", "error": record}))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from minite_diag.capture.runner import CaptureResult, capture
 from minite_diag.plan import EngineSpec, read_plan
@@ -28,7 +27,7 @@ class CompareFlow:
     def say(self, text: str) -> None:
         """One progress line, unless quiet."""
         if not self.quiet:
-            self.console.print(escape(text), style="dim", highlight=False)
+            self.console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     def prepare(self, request: CompareRequest, out: Path | None) -> Path:
         """Make the run directory and the plan; returns the directory."""
@@ -70,11 +69,11 @@ class CompareFlow:
             self.say(f"{spec.id}: kept from before")
 
     def _say_result(self, result: CaptureResult) -> None:
-        if result.status == "error":
-            self.console.print(
-                f"{escape(result.engine_id)}: {escape(result.message)}",
-                style="red",
-                highlight=False,
-            )
-            self.console.print(f"  next: {escape(result.hint)}", highlight=False)
-            self.console.print(f"  log:  {escape(result.log)}", highlight=False)
+        if result.status != "error":
+            return
+        for name, text in (
+            ("error:", f"{result.engine_id}: {result.message}"),
+            ("next: ", result.hint),
+            ("log:  ", result.log),
+        ):
+            self.console.print(f"{name} {text}", highlight=False, markup=False, soft_wrap=True)

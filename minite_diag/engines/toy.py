@@ -157,7 +157,7 @@ def _drop_bias(model: ToyCausalLM) -> None:
 
 
 def _stale_weight(model: ToyCausalLM) -> None:
-    model.model.layers[1].mlp.down_proj.weight.data.mul_(0.999)  # type: ignore[union-attr, operator]
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(0.98)  # type: ignore[union-attr, operator]
 
 
 FAULTS: Final[dict[str, Callable[[ToyCausalLM], None]]] = {

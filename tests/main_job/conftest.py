@@ -1,17 +1,13 @@
 """Whole runs through the command line, each made once for all tests that read it."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from command import minite
 
 
 @dataclass(frozen=True)
@@ -30,19 +26,6 @@ class Finished:
     @property
     def rows(self) -> pd.DataFrame:
         return pd.read_parquet(self.run / "comparison.parquet")
-
-
-def minite(
-    *arguments: str, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "minite_diag.cli", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd or ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=1200,
-    )
 
 
 @pytest.fixture(scope="session")
