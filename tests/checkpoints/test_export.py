@@ -22,7 +22,7 @@ from minite_diag.checkpoints import (
 )
 from minite_diag.checkpoints.demo import open_demo_moe
 from minite_diag.errors import CheckpointError, UsageError
-from minite_kernels.nvfp4.quantize import dequantize, quantize
+from minite_kernels.nvfp4.quantize import dequantize, global_scale, quantize
 
 LAYOUTS = ("modelopt", "compressed-tensors")
 RECIPES = ("te", "te-4over6", "vllm-emulation", "modelopt", "compressed-tensors", "pow2")
@@ -85,6 +85,23 @@ def test_fused_groups_share_weight_and_input_scales_and_others_do_not(
     encode = torch.tensor(2688.0) / largest
     want = encode if layout == "compressed-tensors" else torch.tensor(1.0) / encode
     assert qkv[0].input_global_scale.item() == pytest.approx(want.item(), rel=2**-22)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_input_scale_is_the_recipes_scale_of_bf16_activations(
+    master: Checkpoint, tmp_path: Path, recipe: str
+) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    amax = some_amax(master) | {name: 1.7}
+    exported = export(master, recipe, "compressed-tensors", tmp_path / "out", calibration=amax)
+    x = torch.zeros(2, 96, dtype=torch.bfloat16)
+    want = global_scale(x, recipe, role="activation", amax=torch.tensor(1.7)).encode
+    stored = read_quantized(exported, name).input_global_scale
+    assert as_bytes(stored) == as_bytes(want)
+    if recipe == "compressed-tensors":
+        # Its observer works in the dtype of the activations, which shows here.
+        fp32 = global_scale(x.float(), recipe, role="activation", amax=torch.tensor(1.7)).encode
+        assert as_bytes(stored) != as_bytes(fp32)
 
 
 def test_te_tiles_are_replicated_to_rows(master: Checkpoint, tmp_path: Path) -> None:
