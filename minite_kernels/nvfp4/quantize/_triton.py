@@ -26,7 +26,7 @@ _block_scale = arithmetic.block_scale
 _factor = arithmetic.factor
 _quotient = arithmetic.quotient
 _encode_e2m1 = arithmetic.encode_e2m1
-_decode_e2m1 = arithmetic.decode_e2m1
+_round_e2m1 = arithmetic.round_e2m1
 _dither_e2m1 = arithmetic.dither_e2m1
 _FLOAT32_MAX = arithmetic.FLOAT32_MAX
 _BFLOAT16_MAX = arithmetic.BFLOAT16_MAX
@@ -49,9 +49,10 @@ def _quantize_blocks(
     S,
     g,
     random,
+    VALUES: tl.constexpr,
     RECIPE: tl.constexpr,
 ):
-    """x [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32, s8 E4M3 [.., B]).
+    """x [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32 or values, s8 E4M3).
 
     ``RECIPE`` is what ``recipe_constants`` returns.
     """
@@ -110,7 +111,11 @@ def _quantize_blocks(
         y = x * tl.expand_dims(f, -1)
     if STOCHASTIC:
         y = _dither_e2m1(y, random)
-    return _encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE), s8
+    if VALUES:
+        code = _round_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE)
+    else:
+        code = _encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE)
+    return code, s8
 
 
 @triton.jit
@@ -129,7 +134,7 @@ def _store(
 ):
     """Store a tile [BM, BK] as packed codes and scales, or as decoded values q*s."""
     if VALUES:
-        value = _decode_e2m1(code) * tl.expand_dims(s8.to(tl.float32), -1)
+        value = code * tl.expand_dims(s8.to(tl.float32), -1)
         value = tl.reshape(value, (BM, BK)).to(q_ptr.dtype.element_ty)
         k = column + tl.arange(0, BK)
         mask = row_mask[:, None] & (k < K)[None, :]
@@ -138,7 +143,7 @@ def _store(
         low, high = tl.split(tl.reshape(code, (BM, BK // 2, 2)))
         p = column // 2 + tl.arange(0, BK // 2)
         mask = row_mask[:, None] & (p < K // 2)[None, :]
-        packed = (low | (high << 4)).to(tl.uint8)
+        packed = ((low & 15) | (high << 4)).to(tl.uint8)
         tl.store(q_ptr + rows[:, None].to(tl.int64) * (K // 2) + p[None, :], packed, mask=mask)
         n = column // 16 + tl.arange(0, BK // 16)
         mask = row_mask[:, None] & (n < K // 16)[None, :]
@@ -191,7 +196,7 @@ def _quantize_kernel(
     if RECIPE[16]:
         element = rows[:, None] * K + k[None, :]
         random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, BK // 16, 16))
-    code, s8 = _quantize_blocks(blocks, b, S, g, random, RECIPE)
+    code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
 
 
@@ -236,7 +241,7 @@ def _quantize_token_kernel(
     if RECIPE[16]:
         element = rows[:, None] * K + k[None, :]
         random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, KP // 16, 16))
-    code, s8 = _quantize_blocks(blocks, b, S, g, random, RECIPE)
+    code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, 0, K, BM, KP, VALUES)
 
 

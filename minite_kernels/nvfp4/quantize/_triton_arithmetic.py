@@ -19,11 +19,12 @@ E4M3_MAX = tl.constexpr(448.0)
 def rcp(x, APPROX: tl.constexpr):
     """IEEE 1/x, or the GPU's approximate reciprocal."""
     if APPROX:
-        return tl.inline_asm_elementwise(
+        out = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.div_rn(1.0, x)
+        out = tl.div_rn(1.0, x)
+    return out
 
 
 @triton.jit
@@ -137,22 +138,49 @@ def quotient(x, s, S, g, FORMULA: tl.constexpr):
 
 @triton.jit
 def encode_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
-    """Int32 code 0..15 of FP32 y: see ``format._round_to_even_code``."""
+    """Int32 whose low byte is the code 0..15 of FP32 y; the bits above it are junk.
+
+    Adding (1.5 * 2^22 + 1) binades leaves the step count plus 2 in the low bits; twice the biased
+    exponent is 254 plus twice the exponent; 2 + 254 = 0 in a byte.
+    """
     magnitude = tl.minimum(tl.abs(y), 6.0)
     if TIES_EVEN:
         binade = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
-        total = binade.to(tl.float32, bitcast=True) * 6291456.0 + magnitude
-        code = (total.to(tl.int32, bitcast=True) & 7) + (binade >> 22) - 254
+        total = binade.to(tl.float32, bitcast=True) * 6291457.0 + magnitude
+        code = total.to(tl.int32, bitcast=True) + (binade >> 22)
     else:
         code = (magnitude > 0.25).to(tl.int32) + (magnitude > 0.75).to(tl.int32)
         code += (magnitude > 1.25).to(tl.int32) + (magnitude > 1.75).to(tl.int32)
         code += (magnitude > 2.5).to(tl.int32) + (magnitude > 3.5).to(tl.int32)
         code += (magnitude > 5.0).to(tl.int32)
     if KEEP_SIGN:
-        code |= (y.to(tl.int32, bitcast=True) >> 28) & 8
+        code -= 8 * (y.to(tl.int32, bitcast=True) >> 31)
     else:
-        code |= tl.where(y < 0, 8, 0)
+        code += tl.where(y < 0, 8, 0)
     return tl.where(y != y, NAN_CODE, code)
+
+
+@triton.jit
+def round_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: tl.constexpr):
+    """FP32 y rounded to the E2M1 grid: the value of ``encode_e2m1``'s code, with fewer steps."""
+    tl.static_assert(NAN_CODE == 7 or NAN_CODE == 0)
+    if TIES_EVEN:
+        magnitude = tl.minimum(tl.abs(y), 6.0)
+        binade = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+        shift = binade.to(tl.float32, bitcast=True) * 6291456.0
+        value = (shift + magnitude) - shift
+        if KEEP_SIGN:
+            sign = y.to(tl.int32, bitcast=True) & -2147483648
+            value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        else:
+            value = tl.where(y < 0, -value, value)
+        if NAN_CODE == 7:
+            value = tl.where(y != y, 6.0, value)
+        else:
+            value = tl.where(y != y, 0.0, value)
+    else:
+        value = decode_e2m1(encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE))
+    return value
 
 
 @triton.jit
@@ -170,7 +198,7 @@ def dither_e2m1(y, random):
 
 @triton.jit
 def decode_e2m1(code):
-    """FP32 value of an int32 code 0..15."""
+    """FP32 value of an int32 whose low four bits are a code."""
     magnitude = code & 7
     bits = (0x3F000000 + (magnitude << 22)).to(tl.float32, bitcast=True)
     value = tl.where(magnitude == 0, 0.0, tl.where(magnitude == 1, 0.5, bits))

@@ -1,0 +1,274 @@
+"""What only a GPU can show: kernels against the CPU reference, bit for bit, and against themselves.
+
+Each check is a function that returns numbers; ``python tests/kernels/gpu/checks.py`` prints them as
+JSON. ``test_checks.py`` asserts on them where CUDA is present.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
+
+from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix  # noqa: E402
+
+from minite_kernels.nvfp4.gemm import _triton as gemm_triton  # noqa: E402
+from minite_kernels.nvfp4.gemm import configs, gemm, prepare  # noqa: E402
+from minite_kernels.nvfp4.gemm._epilogue import Epilogue  # noqa: E402
+from minite_kernels.nvfp4.grouped_gemm import (  # noqa: E402
+    gather,
+    grouped_gemm,
+    quantize_grouped,
+    route,
+)
+from minite_kernels.nvfp4.layout import pack_codes  # noqa: E402
+from minite_kernels.nvfp4.quantize import _beyond_triton, quantize  # noqa: E402
+from minite_kernels.nvfp4.reciprocal import pack_corrections, rcp_approx  # noqa: E402
+from minite_kernels.nvfp4.recipe import RECIPES, get_recipe  # noqa: E402
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor  # noqa: E402
+
+DEVICE = "cuda"
+
+
+def different(a: Tensor, b: Tensor) -> int:
+    """Number of elements whose bytes differ."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return int((a.contiguous().view(integer) != b.contiguous().view(integer)).sum())
+
+
+def measure_reciprocal() -> Tensor:
+    """int8 [2^23]: ulps between rcp.approx and the rounded reciprocal, asserted for 5 exponents."""
+    mantissa = torch.arange(1 << 23, dtype=torch.int32)
+    corrections = []
+    for exponent in (127, 1, 64, 200, 252):
+        x = (mantissa | (exponent << 23)).view(torch.float32)
+        device = rcp_approx(x.to(DEVICE)).cpu()
+        corrections.append((device.view(torch.int32) - torch.reciprocal(x).view(torch.int32)))
+    for other in corrections[1:]:
+        assert torch.equal(corrections[0], other), "rcp.approx depends on the exponent"
+    return corrections[0].to(torch.int8)
+
+
+def check_reciprocal() -> dict[str, Any]:
+    """The shipped table against the instruction, every mantissa, and special values."""
+    from minite_kernels.nvfp4.reciprocal import correction_ulps
+
+    special = torch.tensor([0.0, -0.0, torch.inf, 1e-40, -1e-40, 3e38, 2.0**127, 1.5 * 2.0**126])
+    on_device, modelled = rcp_approx(special.to(DEVICE)).cpu(), rcp_approx(special)
+    return {
+        "mantissas_wrong": different(measure_reciprocal(), correction_ulps()),
+        "special_values_wrong": different(on_device, modelled),
+    }
+
+
+def inputs() -> list[tuple[str, Tensor]]:
+    out = [(kind, matrix(kind, 64, 512)) for kind in (*DISTRIBUTIONS, *NOT_FINITE)]
+    out += [("sweep", torch.cat(amax_sweep(torch.float32, 16, 128)))]
+    out += [("wide", matrix("heavy_t2", 3, 20480)), ("one_row", matrix("normal", 1, 256))]
+    return [(f"{k}/{d}", x.to(d)) for k, x in out for d in (torch.bfloat16, torch.float32)]
+
+
+def check_quantizer() -> dict[str, Any]:
+    """Bytes of Triton, and of the reference on the GPU, that differ from the CPU reference."""
+    wrong: dict[str, int] = {}
+    compared = 0
+    for name, recipe in RECIPES.items():
+        for role in ("activation", "weight"):
+            operand = recipe.operand(role)
+            for kind, x in inputs():
+                scales = {}
+                if operand.amax_scope == "static":
+                    scales = {"amax": x.float().abs().nan_to_num(0, 1, 1).amax().clamp(min=1e-30)}
+                rows = x.shape[0] // 16 * 16 if operand.tile[0] > 1 else x.shape[0]
+                x = x[:rows]
+                expected = quantize(x, recipe, role=role, impl="ref", **scales)
+                on_device = {key: value.to(DEVICE) for key, value in scales.items()}
+                impls = ["ref"] if _beyond_triton(operand, x) else ["ref", "triton"]
+                for impl in impls:
+                    ours = quantize(x.to(DEVICE), recipe, role=role, impl=impl, **on_device)
+                    bad = different(ours.codes.cpu(), expected.codes)
+                    bad += different(
+                        ours.block_scale.view(torch.uint8).cpu(),
+                        expected.block_scale.view(torch.uint8),
+                    )
+                    compared += 1
+                    if bad:
+                        wrong[f"{name}/{role}/{kind}/{impl}"] = bad
+    return {"tensors": compared, "wrong": len(wrong), "examples": dict(list(wrong.items())[:40])}
+
+
+def adversarial(m: int, k: int, seed: int, recipe: str = "pow2") -> Nvfp4Tensor:
+    """Random codes and E4M3 scales over all binades: exact sums far beyond 24 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (m, k), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(0, 127, (m, k // 16), dtype=torch.uint8, generator=generator)
+    one = torch.ones((), device=DEVICE)
+    return Nvfp4Tensor(
+        codes=pack_codes(codes).to(DEVICE),
+        block_scale=scale.to(DEVICE).view(torch.float8_e4m3fn),
+        amax=one * 2688.0,
+        global_encode_scale=one,
+        global_decode_scale=one,
+        shape=(m, k),
+        recipe=get_recipe(recipe),
+        role="activation",
+    )
+
+
+PACKED = [
+    configs.PackedConfig(16, 64, True, 4, 4),
+    configs.PackedConfig(16, 32, True, 4, 4),
+    configs.PackedConfig(16, 128, True, 8, 4),
+    configs.PackedConfig(64, 64, True, 4, 4),
+    configs.PackedConfig(64, 128, True, 8, 3),
+    configs.PackedConfig(128, 128, False, 8, 3),
+]
+DECODED = [
+    configs.DecodedConfig(128, 256, 64, 8, 3),
+    configs.DecodedConfig(128, 128, 64, 8, 4),
+    configs.DecodedConfig(64, 128, 64, 4, 4),
+    configs.DecodedConfig(64, 64, 128, 4, 3),
+]
+
+
+def run_config(config: Any, q: Nvfp4Tensor, b: Any) -> Tensor:
+    values = gemm_triton.decode_values(q)
+    out = torch.empty(q.shape[0], b.q.shape[0], dtype=torch.float32, device=DEVICE)
+    epilogue = Epilogue(q, b.q, torch.float32)
+    if isinstance(config, configs.PackedConfig):
+        words = b.layout("packed_words", gemm_triton.packed_words)
+        scales = b.layout("packed_scales", gemm_triton.packed_scales)
+        gemm_triton.launch_packed(values, words, scales, out, epilogue, config)
+    else:
+        decoded = b.layout("decoded_fp16", gemm_triton.decode_values)
+        gemm_triton.launch_decoded(values, decoded, out, epilogue, config)
+    return out
+
+
+def check_tiles() -> dict[str, Any]:
+    """Elements that differ from the exact, once-rounded sum, and between tiles, by data."""
+    out: dict[str, Any] = {}
+    cases: dict[str, tuple[Nvfp4Tensor, Nvfp4Tensor]] = {}
+    for kind in ("normal", "heavy_t2", "outlier_channels"):
+        for k in (4096, 16384):
+            x = matrix(kind, 256, k).bfloat16().to(DEVICE)
+            w = matrix(kind if kind != "normal" else "normal", 512, k, seed=1).bfloat16().to(DEVICE)
+            cases[f"{kind}/{k}"] = (quantize(x, "pow2"), quantize(w, "pow2", role="weight"))
+    cases["adversarial/4096"] = (adversarial(256, 4096, 0), adversarial(512, 4096, 1))
+    for name, (a, b) in cases.items():
+        prepared = prepare(b)
+        exact = gemm(a, prepared, out_dtype=torch.float32, impl="ref")
+        runs = {}
+        for config in (*PACKED, *DECODED):
+            key = "/".join(str(v) for v in (type(config).__name__[:3], *vars_of(config)))
+            try:
+                runs[key] = run_config(config, a, prepared)
+            except Exception as error:  # noqa: BLE001
+                runs[key] = None
+                out[f"{name} {key}"] = repr(error)[:200]
+        done = {key: value for key, value in runs.items() if value is not None}
+        first = next(iter(done.values()))
+        out[name] = {
+            "elements": exact.numel(),
+            "not_exact": {key: different(value, exact) for key, value in done.items()},
+            "between_tiles": {key: different(value, first) for key, value in done.items()},
+            "relative_error": ((first.double() - exact.double()).norm() / exact.norm()).item(),
+        }
+    return out
+
+
+def vars_of(config: Any) -> list[Any]:
+    return [getattr(config, name) for name in config.__slots__]
+
+
+def check_batches() -> dict[str, Any]:
+    """Bits of a row at every M, with its place in the batch varied: adversarial and ordinary data."""
+    wrong: dict[str, int] = {}
+    compared = 0
+    for kind, recipe in (("adversarial", "pow2"), ("normal", "te"), ("heavy_t2", "te-row-scaled")):
+        n, k = 768, 2048
+        if kind == "adversarial":
+            whole, w = adversarial(16384, k, 2), prepare(adversarial(n, k, 3))
+        else:
+            x = matrix(kind, 16384, k).bfloat16().to(DEVICE)
+            whole = quantize(x, recipe)
+            weight = matrix("normal", n, k, seed=1).bfloat16().to(DEVICE)
+            w = prepare(quantize(weight, recipe, role="weight"))
+        full = gemm(whole, w, out_dtype=torch.float32)
+        for m in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100, 128, 129, 200, 256, 512, 1000, 1024,
+                  2048, 4096, 5000, 8192, 16384):  # fmt: skip
+            for start in {0, (16384 - m) // 2, 16384 - m}:
+                part = gemm(whole.rows(slice(start, start + m)), w, out_dtype=torch.float32)
+                bad = different(part, full[start : start + m])
+                compared += 1
+                if bad:
+                    wrong[f"{kind}/M={m}/{start}"] = bad
+        repeats = [gemm(whole.rows(slice(0, 300)), w, out_dtype=torch.float32) for _ in range(30)]
+        wrong_repeats = sum(different(r, repeats[0]) for r in repeats)
+        if wrong_repeats:
+            wrong[f"{kind}/repeats"] = wrong_repeats
+    return {"comparisons": compared, "wrong": len(wrong), "examples": dict(list(wrong.items())[:40])}
+
+
+def check_experts() -> dict[str, Any]:
+    """Grouped GEMM against each expert alone, for several splits and both kernels."""
+    wrong: dict[str, int] = {}
+    experts, n, k, slots = 16, 1536, 2048, 4
+    for recipe in ("te", "te-row-scaled"):
+        w = [
+            prepare(quantize(matrix("normal", n, k, seed=e).bfloat16().to(DEVICE), recipe, role="weight"))
+            for e in range(experts)
+        ]
+        for tokens in (1, 5, 64, 500, 4096):
+            for skew in (0.0, 4.0):
+                generator = torch.Generator().manual_seed(tokens)
+                scores = torch.rand(tokens, experts, generator=generator)
+                scores += skew * torch.arange(experts) / experts
+                routing = route(scores.topk(slots).indices.to(DEVICE), experts)
+                x = gather(matrix("normal", tokens, k).bfloat16().to(DEVICE), routing)
+                q = quantize_grouped(x, routing.offsets, recipe)
+                ours = grouped_gemm(q, w, routing.offsets)
+                bounds = routing.offsets.tolist()
+                for e in range(experts):
+                    rows = slice(bounds[e], bounds[e + 1])
+                    if rows.stop > rows.start:
+                        bad = different(gemm(q.rows(rows), w[e]), ours[rows])
+                        if bad:
+                            wrong[f"{recipe}/{tokens}/{skew}/{e}"] = bad
+    return {"wrong": len(wrong), "examples": dict(list(wrong.items())[:20])}
+
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "reciprocal": check_reciprocal,
+    "quantizer": check_quantizer,
+    "tiles": check_tiles,
+    "batches": check_batches,
+    "experts": check_experts,
+}
+
+
+def main(names: list[str]) -> None:
+    if names and names[0] == "table":
+        Path(names[1]).write_bytes(pack_corrections(measure_reciprocal()))
+        names = names[2:]
+    for name in names or CHECKS:
+        start = time.time()
+        try:
+            result: Any = CHECKS[name]()
+        except Exception:  # noqa: BLE001
+            result = {"error": traceback.format_exc()[-1500:]}
+        print(json.dumps({name: result, "seconds": round(time.time() - start, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
