@@ -69,7 +69,7 @@ def check_gate(
     Returns {"profile", "thresholds", "verdict", "reasons", "checks"}; `checks` has one entry for
     each pair, mode and metric with its estimate and interval.
     """
-    limits = replace(get_profile(profile), **overrides)
+    limits = replace(get_profile(profile), **overrides)  # type: ignore[arg-type]
     problems = _unmeasured(summary)
     rows = read_table(run / "logprobs.parquet", LOGPROBS).to_pandas()
     checks = [

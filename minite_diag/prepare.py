@@ -24,10 +24,12 @@ from minite_diag import __version__
 from minite_diag.checkpoints import (
     Checkpoint,
     calibrate,
+    dequantize_checkpoint,
     export,
     quantized_names,
     resolve,
 )
+from minite_diag.checkpoints.stored import LAYOUTS, Layout
 from minite_diag.engines.registry import check_engine_name
 from minite_diag.errors import CheckpointError, TraceError, UsageError
 from minite_diag.plan import (
@@ -44,6 +46,8 @@ MODES: Final = ("score", "sample")
 SHIPPED_PROBES: Final = {"demo": "smollm2", "demo-moe": "demo-moe"}
 HIGH_PRECISION_ENGINES: Final = frozenset({"te", "hf"})
 """Engines that load the BF16 master weights and quantize (or don't) by themselves."""
+
+AS_STORED: Final = "as in the checkpoint"
 
 Say = Callable[[str], None]
 
@@ -125,25 +129,31 @@ def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
 def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     """Build the plan and write it to `run`."""
     _check(request)
+    _layout(request.layout)
     cache = cache_folder()
     say(f"model {request.model}")
     checkpoint = resolve(request.model, cache)
     probes = _probes(request, checkpoint)
-    is_master = not checkpoint.format.startswith("nvfp4")
-    quantized = quantized_names(checkpoint, request.quantize) if is_master else ()
-    sampler_checkpoint = checkpoint
-    wants_export = any(_loads_export(s) for s in request.samplers) or _loads_export(request.learner)
-    if quantized and is_master and wants_export:
-        sampler_checkpoint = _export(request, checkpoint, tuple(quantized), probes, cache, say)
-    engines = _engines(request, checkpoint, sampler_checkpoint)
+    asked = (request.learner, *request.samplers)
+    if checkpoint.is_quantized:
+        quantized = checkpoint.quantized_linear_names()
+        exported = checkpoint
+        needs_master = any(engine.name in HIGH_PRECISION_ENGINES for engine in asked)
+        master = _decoded(checkpoint, cache, say) if needs_master else checkpoint
+    else:
+        quantized = quantized_names(checkpoint, request.quantize)
+        master = exported = checkpoint
+        if quantized and any(_loads_export(engine) for engine in asked):
+            exported = _export(request, checkpoint, quantized, probes, cache, say)
+    engines = _engines(request, master, exported)
     plan = Plan(
         model=_model_ref(checkpoint),
         engines=engines,
         probes=tuple(probes),
         dtype=request.dtype,
-        quantize=request.quantize if is_master else "as in the checkpoint",
+        quantize=AS_STORED if checkpoint.is_quantized else request.quantize,
         quantized=tuple(quantized),
-        export_recipe=request.export_recipe,
+        export_recipe=AS_STORED if checkpoint.is_quantized else request.export_recipe,
         modes=request.modes,
         sample_tokens=request.sample_tokens,
         seed=request.seed,
@@ -204,6 +214,15 @@ def _loads_export(request: EngineRequest) -> bool:
     return request.name not in HIGH_PRECISION_ENGINES and request.name != "toy"
 
 
+def _decoded(checkpoint: Checkpoint, cache: Path, say: Say) -> Checkpoint:
+    """High-precision weights of an NVFP4 checkpoint, for engines that quantize by themselves."""
+    folder = cache / "decoded" / f"{checkpoint.name}-{checkpoint.fingerprint[:16]}"
+    if folder.exists():
+        return resolve(str(folder), cache)
+    say("decoding the NVFP4 checkpoint to BF16 for the learner")
+    return dequantize_checkpoint(checkpoint, folder)
+
+
 def _export(
     request: CompareRequest,
     checkpoint: Checkpoint,
@@ -232,7 +251,21 @@ def _export(
     say("calibrating activation scales on the probes")
     calibration = calibrate(checkpoint, [probe.token_ids for probe in probes], quantized)
     say(f"exporting NVFP4 ({request.export_recipe}, {request.layout} layout)")
-    return export(checkpoint, request.export_recipe, request.layout, folder, request.quantize, calibration)
+    return export(
+        checkpoint,
+        request.export_recipe,
+        _layout(request.layout),
+        folder,
+        request.quantize,
+        calibration,
+    )
+
+
+def _layout(name: str) -> Layout:
+    for layout in LAYOUTS:
+        if layout == name:
+            return layout
+    raise UsageError(f"unknown layout {name!r}", f"one of: {', '.join(LAYOUTS)}")
 
 
 def _engines(
@@ -337,4 +370,4 @@ def export_checkpoint(
     say(f"calibrating {len(names)} linears on {len(sequences)} probes")
     calibration = calibrate(checkpoint, [probe.token_ids for probe in sequences], names)
     say(f"writing {out}")
-    return export(checkpoint, recipe, layout, out, quantize, calibration).path
+    return export(checkpoint, recipe, _layout(layout), out, quantize, calibration).path

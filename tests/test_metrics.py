@@ -34,7 +34,11 @@ def test_definitions(dtype: torch.dtype) -> None:
     row = metrics.compare_values(x, y)
     a, b = x.double().numpy().ravel(), y.double().numpy().ravel()
     d = b - a
-    assert row["bitwise_fraction"] == pytest.approx(np.mean(x.numpy(force=True) == y.numpy(force=True)) if dtype != torch.bfloat16 else float((x == y).double().mean()))
+    assert row["bitwise_fraction"] == pytest.approx(
+        np.mean(x.numpy(force=True) == y.numpy(force=True))
+        if dtype != torch.bfloat16
+        else float((x == y).double().mean())
+    )
     assert row["max_abs_diff"] == np.abs(d).max()
     assert row["mean_abs_diff"] == pytest.approx(np.abs(d).mean())
     assert row["rel_l2"] == pytest.approx(np.linalg.norm(d) / np.linalg.norm(a))

@@ -96,7 +96,12 @@ def capture_one(plan: Plan, run: Path, spec: EngineSpec, report: Report) -> Capt
             ) from error
         last: dict[str, Any] = {}
         timed_out = threading.Event()
-        timer = threading.Timer(plan.timeout_s, lambda: (timed_out.set(), _kill(process)))
+
+        def expire() -> None:
+            timed_out.set()
+            _kill(process)
+
+        timer = threading.Timer(plan.timeout_s, expire)
         timer.start()
         try:
             assert process.stdout is not None

@@ -48,6 +48,7 @@ class HfEngine(Engine):
     name: ClassVar[str] = "hf"
     label: ClassVar[str] = "hf"
     options: ClassVar[frozenset[str]] = OPTIONS
+    recorder: Recorder | None = None
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load the checkpoint in `dtype` on `device` with the `attention` implementation."""
@@ -136,7 +137,7 @@ class HfEngine(Engine):
 
     def observe(self, recorder: Recorder) -> None:
         """Hook every linear, norm, router, expert, attention and layer; write the weights."""
-        self.recorder: Recorder | None = recorder
+        self.recorder = recorder
         for name, module in self.model.named_modules():
             self._write_weights(name, module, recorder)
             self._observe_module(name, module, recorder)
@@ -225,8 +226,6 @@ class HfEngine(Engine):
                     for position in range(start, stop)
                 ]
             )
-
-    recorder = None
 
     def close(self) -> None:
         """Drop the model."""

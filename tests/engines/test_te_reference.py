@@ -117,7 +117,7 @@ SCORE = SequenceKey("score", "", "p")
 
 
 def groups(traced: Any) -> list[list[str]]:
-    _, found, plan = traced
+    _, found, _ = traced
     used = sorted(
         {s.expert_index for s in found[SCORE] if s.expert_index is not None and s.layer_index == 2}
     )

@@ -5,11 +5,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from command import minite
 
 from minite_diag.canonical.names import STATIC, SequenceKey, index_trace
 from minite_diag.canonical.tokens import read_site
 from minite_diag.checkpoints import open_checkpoint, read_quantized, resolve
 from minite_diag.plan import read_plan
+from minite_diag.probe import shipped_probe_file
 from minite_diag.site import Site
 from minite_diag.trace.store import Trace
 
@@ -205,3 +207,43 @@ def test_decode_rows_are_the_sampled_positions(te_vs_vllm: Any) -> None:
 def test_demo_moe_resolves_without_a_cache(tmp_path: Path) -> None:
     assert resolve("demo-moe", tmp_path).architecture == "Qwen3MoeForCausalLM"
     assert not list(tmp_path.iterdir())
+
+
+def test_an_exported_checkpoint_is_a_model_too(compare: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "refit"
+    done = minite(
+        "export",
+        "demo-moe",
+        "-o",
+        str(folder),
+        "--recipe",
+        "te",
+        "--layout",
+        "compressed-tensors",
+        "--quantize",
+        "experts",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(folder)
+    found = compare(
+        "from-export",
+        "--learner",
+        "te",
+        "--sampler",
+        "vllm",
+        "--model",
+        str(folder),
+        "--probes",
+        str(shipped_probe_file("demo-moe")),
+        "--num-probes",
+        "1",
+        "--modes",
+        "score",
+    )
+    assert found.code == 0, found.stderr
+    summary = found.summary
+    assert summary["quantize"] == {"pattern": "as in the checkpoint", "linears": 192}
+    (pair,) = summary["pairs"]
+    assert pair["logprob"]["score"]["mean_abs"] > 0.0
+    attention = found.rows.query("fqn == 'model.layers.0.self_attn.q_proj' and kind == 'weight'")
+    assert attention["bitwise_fraction"].tolist() == [1.0]
