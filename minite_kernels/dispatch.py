@@ -42,7 +42,8 @@ def select(
         raise ValueError(f"unknown impl {impl!r} for {op}; one of {', '.join(IMPLS)}")
     limits = limits or {}
     if impl == "auto":
-        reason = _obstacle(package, "triton", device) or limits.get("triton")
+        reason = None if device.type == "cuda" else "not on CUDA"
+        reason = reason or _obstacle(package, "triton", device) or limits.get("triton")
         chosen = "ref" if reason else "triton"
     else:
         chosen = impl

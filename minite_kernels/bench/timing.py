@@ -24,7 +24,7 @@ def median_us(calls: Sequence[Call], device: torch.device, budget_ms: float = 8.
 
 def _wall_median_us(calls: Sequence[Call], budget_ms: float) -> float:
     calls[0]()
-    times = []
+    times: list[float] = []
     deadline = time.perf_counter() + budget_ms * 5e-3
     while len(times) < 5 or (time.perf_counter() < deadline and len(times) < 200):
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def _graph_median_us(calls: Sequence[Call], budget_ms: float) -> float:
     with torch.cuda.graph(graph):
         for index in range(count):
             calls[index % len(calls)]()
-    times = []
+    times: list[float] = []
     for replay in range(9):
         begin.record()
         graph.replay()

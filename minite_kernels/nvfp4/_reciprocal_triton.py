@@ -1,5 +1,9 @@
 """The instruction ``rcp.approx.ftz.f32`` itself, elementwise on CUDA tensors."""
 
+# Kernels have no annotations: their arguments are pointers and constants of the compiler.
+# ruff: noqa: ANN001, ANN202
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 import torch

@@ -12,10 +12,10 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 _FLOATS = {
     tl.bfloat16: torch.bfloat16,

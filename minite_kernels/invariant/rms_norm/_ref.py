@@ -24,7 +24,9 @@ def rms_norm(
     value = total if unrounded_sum else stored.to(torch.float32)
     count = torch.full((), x_TK.shape[1], dtype=torch.float32, device=x_TK.device)
     mean = torch.div(row_sum(value.to(torch.float64).square()).to(torch.float32), count)
-    inverse = torch.div(torch.ones_like(mean), torch.sqrt(mean + eps))
+    # torch's FP32 sqrt on a CPU is not correctly rounded; FP64's, rounded to FP32, is.
+    root = torch.sqrt((mean + eps).to(torch.float64)).to(torch.float32)
+    inverse = torch.div(torch.ones_like(mean), root)
     out = value * inverse[:, None]
     if round_before_weight:
         out = out.to(x_TK.dtype).to(torch.float32)

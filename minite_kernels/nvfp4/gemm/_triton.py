@@ -6,6 +6,10 @@ are the time); ``decoded`` reads both operands as FP16 through TMA (many rows: t
 Shapes: a [M, K], b [N, K], out [M, N]; G slices of K, E experts (1 in dense GEMMs).
 """
 
+# Kernels have no annotations: their arguments are pointers and constants of the compiler.
+# ruff: noqa: ANN001, ANN202
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -64,20 +68,21 @@ def _decode_kernel(q_ptr, s_ptr, out_ptr, M, K, BM: tl.constexpr, BK: tl.constex
 def _factor(a, b, INVERSE: tl.constexpr, FACTOR: tl.constexpr, ALPHA: tl.constexpr):
     """The recipe's epilogue factor from the two operands' statistics, broadcast."""
     if ALPHA == "alpha":
-        return a
+        out = a
     elif ALPHA == "((A_a*A_b)*(1/((36*F_a)*F_b)))":
-        return (a * b) * INVERSE
+        out = (a * b) * INVERSE
     elif ALPHA == "(A_a*A_b)/((36*F_a)*F_b)":
-        return tl.div_rn(a * b, FACTOR)
+        out = tl.div_rn(a * b, FACTOR)
     elif ALPHA == "(1/((36*F_a)*F_b)) then (A_a*A_b)" or ALPHA == "g_a*g_b":
-        return a * b
+        out = a * b
     elif ALPHA == "(1/S_a)*(1/S_b)":
-        return tl.div_rn(1.0, a) * tl.div_rn(1.0, b)
+        out = tl.div_rn(1.0, a) * tl.div_rn(1.0, b)
     elif ALPHA == "1/(S_a*S_b)":
-        return tl.div_rn(1.0, a * b)
+        out = tl.div_rn(1.0, a * b)
     else:
         tl.static_assert(ALPHA == "bf16(g_a*g_b)")
-        return (a * b).to(tl.bfloat16).to(tl.float32)
+        out = (a * b).to(tl.bfloat16).to(tl.float32)
+    return out
 
 
 @triton.jit
@@ -220,11 +225,8 @@ def _packed_kernel(
     column = tl.where(within, rn, 0)
     wp = w_ptr + column[:, None] * Q + quarter[None, :]
     sp = s_ptr + column[:, None] * C + tl.arange(0, C)[None, :]
-    if SWAP:
-        acc = tl.zeros((BN, BM), tl.float32)
-    else:
-        acc = tl.zeros((BM, BN), tl.float32)
-    for _ in range(0, K // BK):
+    acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+    for _ in range(K // BK):
         q = tl.load(wp)
         s = tl.load(sp)
         a0 = tl.load(ap)
@@ -329,7 +331,7 @@ def _decoded_kernel(
             last = M
             start = column_tile * BN
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, tl.cdiv(K, BK)):
+        for k in range(tl.cdiv(K, BK)):
             a = a_desc.load([first, k * BK])
             b = b_desc.load([expert * N + start, k * BK])
             acc = tl.dot(a, tl.trans(b), acc)
@@ -437,7 +439,7 @@ def epilogue_arguments(epilogue: Epilogue, b_statistic: Tensor | None = None) ->
     return {
         "a_statistic_ptr": a_statistic,
         "b_statistic_ptr": b,
-        "bias_ptr": a_statistic if epilogue.bias is None else epilogue.bias,
+        "bias_ptr": a_statistic if epilogue.bias is None else epilogue.bias.contiguous(),
         "A_PER_ROW": per_row,
         "B_PER_COLUMN": per_column,
         "EPILOGUE": (name, factor, inverse, recipe.output == "twice", bias),

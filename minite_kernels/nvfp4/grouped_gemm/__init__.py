@@ -16,12 +16,21 @@ import torch
 from torch import Tensor
 
 from minite_kernels.dispatch import Impl, select
-from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
+from minite_kernels.nvfp4.gemm.operand import PreparedOperand
+from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
 from minite_kernels.nvfp4.quantize import amax_of, quantize
 from minite_kernels.nvfp4.recipe import Recipe, Role, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
-__all__ = ["Routing", "combine", "gather", "grouped_gemm", "quantize_grouped", "route"]
+__all__ = [
+    "ExpertOperands",
+    "Routing",
+    "combine",
+    "gather",
+    "grouped_gemm",
+    "quantize_grouped",
+    "route",
+]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,39 +120,44 @@ def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
 
 def grouped_gemm(
     a: Nvfp4Tensor,
-    b: Sequence[Nvfp4Tensor | PreparedOperand],
+    b: Sequence[Nvfp4Tensor | PreparedOperand] | ExpertOperands,
     offsets: Tensor,
     *,
+    rows: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     impl: Impl = "auto",
 ) -> Tensor:
     """Multiply each expert's rows of a [R, K] by its b[e] [N, K]: [R, N], rows as in a.
 
+    With ``rows`` (int64 [R]) routed row r is a's row rows[r]: tokens quantized once (a per-token
+    recipe) need no gathered copy. ``b`` may be ``ExpertOperands``, which keep their layouts.
+
     Promise: the bits of ``gemm`` of that expert's rows alone, for any split of rows over experts.
-    Raises ValueError if the number of operands or rows does not fit ``offsets``.
+    Raises ValueError if the number of operands does not fit ``offsets``.
     """
     if offsets.numel() != len(b) + 1:
         raise ValueError(f"{len(b)} experts need {len(b) + 1} offsets, got {offsets.numel()}")
-    if int(offsets[-1]) != a.shape[0]:
-        raise ValueError(f"offsets end at {int(offsets[-1])} but a has {a.shape[0]} rows")
+    experts = b if isinstance(b, ExpertOperands) else ExpertOperands(b)
     module = select("grouped_gemm", __name__, impl, a.device)
-    out: Tensor = module.grouped_gemm(a, [prepare(q) for q in b], offsets, out_dtype)
+    out: Tensor = module.grouped_gemm(a, experts, offsets, out_dtype, rows)
     return out
 
 
 def combine(
-    y_RN: Tensor, routing: Routing, topk_weights_TS: Tensor, *, out_dtype: torch.dtype | None = None
+    y_RN: Tensor,
+    routing: Routing,
+    topk_weights_TS: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Weighted sum of each token's expert outputs: [T, N], FP32 in slot order, one final cast.
 
     Promise: out[t] = ((w0*y0 + w1*y1) + w2*y2) + ... with each operation rounded to FP32,
     independent of the experts' order and of other tokens.
     """
-    tokens, slots = topk_weights_TS.shape
-    by_slot = torch.empty_like(y_RN)
-    by_slot = by_slot.index_copy(0, routing.order, y_RN).view(tokens, slots, -1)
-    weights = topk_weights_TS.to(torch.float32)
-    total = by_slot[:, 0].to(torch.float32) * weights[:, :1]
-    for slot in range(1, slots):
-        total = total + by_slot[:, slot].to(torch.float32) * weights[:, slot : slot + 1]
-    return total.to(out_dtype or y_RN.dtype)
+    needs_grad = torch.is_grad_enabled() and (y_RN.requires_grad or topk_weights_TS.requires_grad)
+    limits = {"triton": "it has no backward" if needs_grad else None}
+    module = select("combine", __name__, impl, y_RN.device, limits)
+    out: Tensor = module.combine(y_RN, routing.order, topk_weights_TS, out_dtype or y_RN.dtype)
+    return out

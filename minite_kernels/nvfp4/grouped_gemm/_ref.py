@@ -1,26 +1,43 @@
-"""Reference grouped GEMM: one dense reference GEMM for each expert that has rows."""
+"""Reference grouped GEMM and combine: one dense reference GEMM an expert, sums slot by slot."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minite_kernels.nvfp4.gemm import gemm
-from minite_kernels.nvfp4.gemm.operand import PreparedOperand
+from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 
 def grouped_gemm(
-    a: Nvfp4Tensor, b: Sequence[PreparedOperand], offsets: Tensor, out_dtype: torch.dtype
+    a: Nvfp4Tensor,
+    b: ExpertOperands,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    rows: Tensor | None,
 ) -> Tensor:
-    """[R, N]: rows offsets[e]:offsets[e + 1] of a times b[e]."""
-    out = torch.empty(a.shape[0], b[0].q.shape[0], dtype=out_dtype, device=a.device)
+    """[R, N]: rows offsets[e]:offsets[e + 1] of a (or of a's rows ``rows``) times b[e]."""
+    routed = a if rows is None else a.rows(rows)
+    out = torch.empty(routed.shape[0], b.first.shape[0], dtype=out_dtype, device=a.device)
     bounds = offsets.tolist()
+    if bounds[-1] != routed.shape[0]:
+        raise ValueError(f"offsets end at {bounds[-1]} but there are {routed.shape[0]} rows")
     for operand, (start, stop) in zip(b, itertools.pairwise(bounds), strict=True):
         if stop > start:
-            rows = a.rows(slice(start, stop))
-            out[start:stop] = gemm(rows, operand, out_dtype=out_dtype, impl="ref")
+            part = routed.rows(slice(start, stop))
+            out[start:stop] = gemm(part, operand, out_dtype=out_dtype, impl="ref")
     return out
+
+
+def combine(y_RN: Tensor, order: Tensor, topk_weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: differentiable weighted sum in slot order."""
+    tokens, slots = topk_weights_TS.shape
+    by_slot = torch.empty_like(y_RN).index_copy(0, order, y_RN).view(tokens, slots, y_RN.shape[1])
+    weights = topk_weights_TS.to(torch.float32)
+    total = by_slot[:, 0].to(torch.float32) * weights[:, :1]
+    for slot in range(1, slots):
+        total = total + by_slot[:, slot].to(torch.float32) * weights[:, slot : slot + 1]
+    return total.to(out_dtype)

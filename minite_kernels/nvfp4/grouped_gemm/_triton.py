@@ -1,9 +1,13 @@
 """Triton grouped GEMM: the dense kernels of ``gemm._triton`` on tiles listed by expert."""
 
+# Kernels have no annotations: their arguments are pointers and constants of the compiler.
+# ruff: noqa: ANN001, ANN202
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minite_kernels.nvfp4.gemm import _triton as dense
 from minite_kernels.nvfp4.gemm import configs
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue
-from minite_kernels.nvfp4.gemm.operand import PreparedOperand
+from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
 from minite_kernels.nvfp4.quantize._triton import unfused
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
@@ -66,77 +70,95 @@ def tiles(offsets: Tensor, rows: int, tile_rows: int) -> Tiles:
     return Tiles(out[0], out[1])
 
 
-class ExpertWeights:
-    """All experts' layouts stacked for one launch; [E, ...] of each dense layout."""
+@triton.jit
+def _combine_kernel(
+    y_ptr, place_ptr, weight_ptr, out_ptr, N, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One token's slots, weighted and added in slot order."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(place_ptr + t * SLOTS + slot)
+        weight = tl.load(weight_ptr + t * SLOTS + slot).to(tl.float32)
+        term = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32) * weight
+        total = term if slot == 0 else total + term
+    tl.store(out_ptr + t * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
-    def __init__(self, b: Sequence[PreparedOperand]) -> None:
-        self.first = b[0].q
-        self._operands = list(b)
-        self._layouts: dict[str, Tensor] = {}
 
-    def statistic(self, name: str) -> Tensor:
-        """FP32 [E] of one of the operands' global statistics."""
-        return self._stacked(name, lambda operand: getattr(operand.q, name))
-
-    def packed(self) -> tuple[Tensor, Tensor]:
-        """Words and scales, [E, K/BK, N, ..]."""
-        words = self._stacked("words", lambda operand: dense.packed_words(operand.q))
-        return words, self._stacked("scales", lambda operand: dense.packed_scales(operand.q))
-
-    def decoded(self) -> Tensor:
-        """q*s in FP16 [E*N, K]."""
-        stacked = self._stacked("decoded", lambda operand: dense.decode_values(operand.q))
-        return stacked.flatten(0, 1)
-
-    def _stacked(self, name: str, make) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        if name not in self._layouts:
-            self._layouts[name] = torch.stack([make(operand) for operand in self._operands])
-        return self._layouts[name]
+def combine(y_RN: Tensor, order: Tensor, topk_weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: weighted sum in slot order, one read of y."""
+    tokens, slots = topk_weights_TS.shape
+    n = y_RN.shape[1]
+    out = torch.empty(tokens, n, dtype=out_dtype, device=y_RN.device)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    if out.numel():
+        block = min(1024, triton.next_power_of_2(n))
+        _combine_kernel[(tokens, triton.cdiv(n, block))](
+            y_RN.contiguous(),
+            place,
+            topk_weights_TS.contiguous(),
+            out,
+            n,
+            SLOTS=slots,
+            BLOCK=block,
+            **unfused(),
+        )
+    return out
 
 
 def grouped_gemm(
     a: Nvfp4Tensor,
-    b: Sequence[PreparedOperand] | ExpertWeights,
+    b: ExpertOperands,
     offsets: Tensor,
     out_dtype: torch.dtype,
-    rows: Tensor | None = None,
+    rows: Tensor | None,
 ) -> Tensor:
     """[R, N]: routed rows times their experts' b; ``rows`` [R] names the row of a, if not r itself."""
-    weights = b if isinstance(b, ExpertWeights) else ExpertWeights(b)
-    routed = a.shape[0] if rows is None else rows.shape[0]
-    return multiply(dense.decode_values(a), a, weights, offsets, out_dtype, routed, rows)
+    return multiply(dense.decode_values(a), a, b, offsets, out_dtype, rows)
 
 
 def multiply(
     values: Tensor,
     a: Nvfp4Tensor,
-    weights: ExpertWeights,
+    b: ExpertOperands,
     offsets: Tensor,
     out_dtype: torch.dtype,
-    routed: int,
     rows: Tensor | None,
 ) -> Tensor:
     """[R, N] from a decoded in FP16; ``a`` gives the statistics of its rows."""
-    n, k = weights.first.shape
+    n, k = b.first.shape
+    routed = values.shape[0] if rows is None else rows.shape[0]
     out = torch.empty(routed, n, dtype=out_dtype, device=values.device)
     if routed == 0:
         return out
-    epilogue = Epilogue(a, weights.first, out_dtype)
-    statistic = weights.statistic(dense.STATISTICS[epilogue.recipe.alpha])
+    epilogue = Epilogue(a, b.first, out_dtype)
+    name = dense.STATISTICS[epilogue.recipe.alpha]
+    statistic = b.stacked(name, lambda q: getattr(q, name))
     arguments = dense.epilogue_arguments(epilogue, statistic)
-    per_expert = routed / (offsets.numel() - 1)
+    per_expert = routed / len(b)
     if per_expert <= configs.GROUPED_DECODE_ROWS and configs.slice_columns(k) is not None:
-        _launch_packed(values, weights, offsets, rows, out, arguments, per_expert)
+        _launch_packed(values, b, offsets, rows, out, arguments, per_expert)
     else:
-        _launch_decoded(values, weights, offsets, rows, out, arguments)
+        _launch_decoded(values, b, offsets, rows, out, arguments)
     return out
 
 
-def _launch_packed(values, weights, offsets, rows, out, arguments, per_expert) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _launch_packed(
+    values: Tensor,
+    b: ExpertOperands,
+    offsets: Tensor,
+    rows: Tensor | None,
+    out: Tensor,
+    arguments: dict[str, Any],
+    per_expert: float,
+) -> None:
     config = configs.packed_config(16 if per_expert <= 16 else 64)
     listed = tiles(offsets, out.shape[0], config.rows)
-    words, scales = weights.packed()
-    n, k = weights.first.shape
+    words = b.stacked("packed_words", dense.packed_words)
+    scales = b.stacked("packed_scales", dense.packed_scales)
+    n, k = b.first.shape
     dense._packed_kernel[(triton.cdiv(n, config.columns), listed.expert.numel())](
         values,
         words,
@@ -159,19 +181,27 @@ def _launch_packed(values, weights, offsets, rows, out, arguments, per_expert) -
     )
 
 
-def _launch_decoded(values, weights, offsets, rows, out, arguments) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _launch_decoded(
+    values: Tensor,
+    b: ExpertOperands,
+    offsets: Tensor,
+    rows: Tensor | None,
+    out: Tensor,
+    arguments: dict[str, Any],
+) -> None:
     config = configs.GROUPED_DECODED
     if rows is not None:
         values = values[rows]
         if arguments["A_PER_ROW"]:
             arguments = arguments | {"a_statistic_ptr": arguments["a_statistic_ptr"][rows]}
     listed = tiles(offsets, out.shape[0], config.rows)
-    n, k = weights.first.shape
+    n, k = b.first.shape
     count = listed.expert.numel() * triton.cdiv(n, config.columns)
     device = values.device
+    decoded = b.stacked("decoded_fp16", dense.decode_values).flatten(0, 1)
     dense._decoded_kernel[(min(dense.programs(device), count),)](
         TensorDescriptor.from_tensor(values, [config.rows, config.k]),
-        TensorDescriptor.from_tensor(weights.decoded(), [config.columns, config.k]),
+        TensorDescriptor.from_tensor(decoded, [config.columns, config.k]),
         out,
         tile_expert_ptr=listed.expert,
         tile_row_ptr=listed.row,

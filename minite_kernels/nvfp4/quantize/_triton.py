@@ -4,6 +4,10 @@ Shapes: M rows, K columns (K % 16 == 0), B = K/16 blocks. Every program owns who
 is summed, so no launch choice changes a bit.
 """
 
+# Kernels have no annotations: their arguments are pointers and constants of the compiler.
+# ruff: noqa: ANN001, ANN202
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -15,8 +19,8 @@ from torch import Tensor
 
 from minite_kernels.dispatch import is_interpreted
 from minite_kernels.nvfp4.format import E2M1_MAX
-from minite_kernels.nvfp4.quantize import _triton_arithmetic as arithmetic
 from minite_kernels.nvfp4.quantize import _ref, configs
+from minite_kernels.nvfp4.quantize import _triton_arithmetic as arithmetic
 from minite_kernels.nvfp4.quantize._arithmetic import QUOTIENTS
 from minite_kernels.nvfp4.quantize._ref import GlobalScale
 from minite_kernels.nvfp4.recipe import OperandRecipe
@@ -52,7 +56,7 @@ def _quantize_blocks(
     VALUES: tl.constexpr,
     RECIPE: tl.constexpr,
 ):
-    """x [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32 or values, s8 E4M3).
+    """X [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32 or values, s8 E4M3).
 
     ``RECIPE`` is what ``recipe_constants`` returns.
     """
@@ -74,9 +78,8 @@ def _quantize_blocks(
     NAN_CODE: tl.constexpr = RECIPE[15]
     STOCHASTIC: tl.constexpr = RECIPE[16]
     t = _block_scale(b, S, g, BLOCK_SCALE, APPROX)
-    if ZERO_BLOCK is not None:
-        if not ZERO_BLOCK_AFTER:
-            t = tl.where(t == 0, ZERO_BLOCK, t)
+    if ZERO_BLOCK is not None and not ZERO_BLOCK_AFTER:
+        t = tl.where(t == 0, ZERO_BLOCK, t)
     if NAN_TO_MAX:
         t = tl.where(t < _FLOAT32_MAX, t, _FLOAT32_MAX)
     if FLOOR > 0:
@@ -84,10 +87,9 @@ def _quantize_blocks(
     t = tl.where(t > 448.0, 448.0, t)
     s8 = t.to(tl.float8e4nv)
     s = s8.to(tl.float32)
-    if ZERO_BLOCK is not None:
-        if ZERO_BLOCK_AFTER:
-            s = tl.where(s == 0, ZERO_BLOCK, s)
-            s8 = s.to(tl.float8e4nv)
+    if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
+        s = tl.where(s == 0, ZERO_BLOCK, s)
+        s8 = s.to(tl.float8e4nv)
     if UNROUNDED:
         s = t
     if DIVIDES:
@@ -217,6 +219,7 @@ def _quantize_token_kernel(
     KP: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
     Q: tl.constexpr,
+    INVERSE_Q: tl.constexpr,
     GLOBAL_SCALE: tl.constexpr,
     GUARD: tl.constexpr,
     APPROX: tl.constexpr,
@@ -231,7 +234,7 @@ def _quantize_token_kernel(
     blocks = tl.reshape(x, (BM, KP // 16, 16))
     b = _max_magnitude(blocks, 2, NAN_SPREADS)
     amax = _max_magnitude(b, 1, NAN_SPREADS)
-    amax, S, g = _global_scale(amax, Q, GLOBAL_SCALE, GUARD, APPROX)
+    amax, S, g = _global_scale(amax, Q, INVERSE_Q, GLOBAL_SCALE, GUARD, APPROX)
     tl.store(amax_ptr + rows, amax, mask=row_mask)
     tl.store(encode_ptr + rows, S, mask=row_mask)
     tl.store(decode_ptr + rows, g, mask=row_mask)
@@ -271,6 +274,7 @@ def _global_scale_kernel(
     out_ptr,
     count,
     Q: tl.constexpr,
+    INVERSE_Q: tl.constexpr,
     GLOBAL_SCALE: tl.constexpr,
     GUARD: tl.constexpr,
     APPROX: tl.constexpr,
@@ -287,7 +291,7 @@ def _global_scale_kernel(
         else:
             largest = tl.maximum(largest, part)
     amax, S, g = _global_scale(
-        _max_magnitude(largest, 0, NAN_SPREADS), Q, GLOBAL_SCALE, GUARD, APPROX
+        _max_magnitude(largest, 0, NAN_SPREADS), Q, INVERSE_Q, GLOBAL_SCALE, GUARD, APPROX
     )
     tl.store(out_ptr, amax)
     tl.store(out_ptr + 1, S)
@@ -460,8 +464,10 @@ def _seed(operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | Non
 
 
 def _global_constants(operand: OperandRecipe) -> dict[str, Any]:
+    q = E2M1_MAX * operand.e4m3_max
     return {
-        "Q": E2M1_MAX * operand.e4m3_max,
+        "Q": q,
+        "INVERSE_Q": float(torch.div(torch.ones(()), torch.tensor(q))),
         "GLOBAL_SCALE": operand.global_scale,
         "GUARD": operand.global_guard,
         "APPROX": operand.reciprocal == "rcp_approx",

@@ -4,11 +4,17 @@ Compiled with ``enable_fp_fusion=False``: a fused multiply-add would change code
 IEEE division; Triton's ``/`` is not. Invariant: the same names, the same operations, in order.
 """
 
+# Kernels have no annotations: their arguments are pointers and constants of the compiler.
+# ruff: noqa: ANN001, ANN202
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+#: fp32(1/448).
+INVERSE_448 = tl.constexpr(0.002232142956927418708801269531250)
 C6 = tl.constexpr(0.16666667163372039794921875)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
@@ -29,7 +35,12 @@ def rcp(x, APPROX: tl.constexpr):
 
 @triton.jit
 def global_scale(
-    amax, Q: tl.constexpr, FORMULA: tl.constexpr, GUARD: tl.constexpr, APPROX: tl.constexpr
+    amax,
+    Q: tl.constexpr,
+    INVERSE_Q: tl.constexpr,
+    FORMULA: tl.constexpr,
+    GUARD: tl.constexpr,
+    APPROX: tl.constexpr,
 ):
     """(A, S, g) of FP32 amax, guarded."""
     if GUARD == "tiny":
@@ -44,13 +55,13 @@ def global_scale(
         decode = tl.div_rn(amax, Q)
         encode = tl.div_rn(1.0, decode)
     elif FORMULA == "g = A*(1/Q); S = 1/g":
-        decode = amax * tl.div_rn(1.0, amax * 0.0 + Q)
+        decode = amax * INVERSE_Q
         encode = tl.div_rn(1.0, decode)
     elif FORMULA == "g = A*(1/Q); S = rcp(g)":
-        decode = amax * tl.div_rn(1.0, amax * 0.0 + Q)
+        decode = amax * INVERSE_Q
         encode = rcp(decode, APPROX)
     elif FORMULA == "g = (A*(1/448))*c6; S = 1/g":
-        decode = (amax * tl.div_rn(1.0, amax * 0.0 + Q / 6.0)) * C6
+        decode = (amax * INVERSE_448) * C6
         encode = tl.div_rn(1.0, decode)
     elif FORMULA == "S = 2^floor(log2(Q/A)); g = 1/S; A := Q/S":
         encode = tl.div_rn(Q, amax)
@@ -60,7 +71,7 @@ def global_scale(
         decode = tl.div_rn(1.0, encode)
     else:
         tl.static_assert(FORMULA == "S = 1; g = 1")
-        encode = amax * 0.0 + 1.0
+        encode = tl.where(amax == amax, 1.0, 1.0)
         decode = encode
     guarded = encode
     if GUARD == "te" or GUARD == "cap":
@@ -80,60 +91,63 @@ def global_scale(
 def block_scale(b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
     """Block scale before its E4M3 cast."""
     if FORMULA == "b*(S*c6)":
-        return b * (S * C6)
+        out = b * (S * C6)
     elif FORMULA == "S*(b*c6)" or FORMULA == "S*(b*rcp(6))":
-        return S * (b * C6)
+        out = S * (b * C6)
     elif FORMULA == "(S*b)*rcp(6)":
-        return (S * b) * C6
+        out = (S * b) * C6
     elif FORMULA == "(S*b)/6":
-        return tl.div_rn(S * b, 6.0)
+        out = tl.div_rn(S * b, 6.0)
     elif FORMULA == "(b/6)*S":
-        return tl.div_rn(b, 6.0) * S
+        out = tl.div_rn(b, 6.0) * S
     elif FORMULA == "(b*c6)*S":
-        return (b * C6) * S
+        out = (b * C6) * S
     elif FORMULA == "(b/6)/g":
-        return tl.div_rn(tl.div_rn(b, 6.0), g)
+        out = tl.div_rn(tl.div_rn(b, 6.0), g)
     elif FORMULA == "(b*c6)/g":
-        return tl.div_rn(b * C6, g)
+        out = tl.div_rn(b * C6, g)
     elif FORMULA == "b/(6*g)":
-        return tl.div_rn(b, 6.0 * g)
+        out = tl.div_rn(b, 6.0 * g)
     elif FORMULA == "(b*c6)*rcp(g)":
-        return (b * C6) * rcp(g, APPROX)
+        out = (b * C6) * rcp(g, APPROX)
     else:
         tl.static_assert(FORMULA == "b/6")
-        return tl.div_rn(b, 6.0)
+        out = tl.div_rn(b, 6.0)
+    return out
 
 
 @triton.jit
 def factor(s, b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
     """What multiplies x, before guards."""
     if FORMULA == "x * rcp(s*rcp(S))":
-        return rcp(s * rcp(S, APPROX), APPROX)
+        out = rcp(s * rcp(S, APPROX), APPROX)
     elif FORMULA == "x * (S/s)":
-        return tl.div_rn(S, s)
+        out = tl.div_rn(S, s)
     elif FORMULA == "x * (rcp(s)*S)":
-        return rcp(s, APPROX) * S
+        out = rcp(s, APPROX) * S
     elif FORMULA == "x * ((1/g)/s)":
-        return tl.div_rn(tl.div_rn(1.0, g), s)
+        out = tl.div_rn(tl.div_rn(1.0, g), s)
     elif FORMULA == "x * rcp(s*g)":
-        return rcp(s * g, APPROX)
+        out = rcp(s * g, APPROX)
     elif FORMULA == "x * (6*rcp(b))":
-        return rcp(b, APPROX) * 6.0
+        out = rcp(b, APPROX) * 6.0
     else:
         tl.static_assert(FORMULA == "x * (1/s)")
-        return tl.div_rn(1.0, s)
+        out = tl.div_rn(1.0, s)
+    return out
 
 
 @triton.jit
 def quotient(x, s, S, g, FORMULA: tl.constexpr):
     """Scaled x of recipes that divide each element."""
     if FORMULA == "x / (s*g)":
-        return tl.div_rn(x, s * g)
+        out = tl.div_rn(x, s * g)
     elif FORMULA == "x / (s/S)":
-        return tl.div_rn(x, tl.div_rn(s, S))
+        out = tl.div_rn(x, tl.div_rn(s, S))
     else:
         tl.static_assert(FORMULA == "(x*S)/s")
-        return tl.div_rn(x * S, s)
+        out = tl.div_rn(x * S, s)
+    return out
 
 
 @triton.jit
@@ -174,10 +188,7 @@ def round_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: tl
             value = (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
         else:
             value = tl.where(y < 0, -value, value)
-        if NAN_CODE == 7:
-            value = tl.where(y != y, 6.0, value)
-        else:
-            value = tl.where(y != y, 0.0, value)
+        value = tl.where(y != y, 6.0, value) if NAN_CODE == 7 else tl.where(y != y, 0.0, value)
     else:
         value = decode_e2m1(encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE))
     return value

@@ -20,22 +20,22 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
 
-from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix  # noqa: E402
+from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
 
-from minite_kernels.nvfp4.gemm import _triton as gemm_triton  # noqa: E402
-from minite_kernels.nvfp4.gemm import configs, gemm, prepare  # noqa: E402
-from minite_kernels.nvfp4.gemm._epilogue import Epilogue  # noqa: E402
-from minite_kernels.nvfp4.grouped_gemm import (  # noqa: E402
+from minite_kernels.nvfp4.gemm import _triton as gemm_triton
+from minite_kernels.nvfp4.gemm import configs, gemm, prepare
+from minite_kernels.nvfp4.gemm._epilogue import Epilogue
+from minite_kernels.nvfp4.grouped_gemm import (
     gather,
     grouped_gemm,
     quantize_grouped,
     route,
 )
-from minite_kernels.nvfp4.layout import pack_codes  # noqa: E402
-from minite_kernels.nvfp4.quantize import _beyond_triton, quantize  # noqa: E402
-from minite_kernels.nvfp4.reciprocal import pack_corrections, rcp_approx  # noqa: E402
-from minite_kernels.nvfp4.recipe import RECIPES, get_recipe  # noqa: E402
-from minite_kernels.nvfp4.tensor import Nvfp4Tensor  # noqa: E402
+from minite_kernels.nvfp4.layout import pack_codes
+from minite_kernels.nvfp4.quantize import _beyond_triton, quantize
+from minite_kernels.nvfp4.recipe import RECIPES, get_recipe
+from minite_kernels.nvfp4.reciprocal import pack_corrections, rcp_approx
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 DEVICE = "cuda"
 
@@ -53,7 +53,7 @@ def measure_reciprocal() -> Tensor:
     for exponent in (127, 1, 64, 200, 252):
         x = (mantissa | (exponent << 23)).view(torch.float32)
         device = rcp_approx(x.to(DEVICE)).cpu()
-        corrections.append((device.view(torch.int32) - torch.reciprocal(x).view(torch.int32)))
+        corrections.append(device.view(torch.int32) - torch.reciprocal(x).view(torch.int32))
     for other in corrections[1:]:
         assert torch.equal(corrections[0], other), "rcp.approx depends on the exponent"
     return corrections[0].to(torch.int8)
@@ -173,7 +173,7 @@ def check_tiles() -> dict[str, Any]:
             key = "/".join(str(v) for v in (type(config).__name__[:3], *vars_of(config)))
             try:
                 runs[key] = run_config(config, a, prepared)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 runs[key] = None
                 out[f"{name} {key}"] = repr(error)[:200]
         done = {key: value for key, value in runs.items() if value is not None}
@@ -217,7 +217,11 @@ def check_batches() -> dict[str, Any]:
         wrong_repeats = sum(different(r, repeats[0]) for r in repeats)
         if wrong_repeats:
             wrong[f"{kind}/repeats"] = wrong_repeats
-    return {"comparisons": compared, "wrong": len(wrong), "examples": dict(list(wrong.items())[:40])}
+    return {
+        "comparisons": compared,
+        "wrong": len(wrong),
+        "examples": dict(list(wrong.items())[:40]),
+    }
 
 
 def check_experts() -> dict[str, Any]:
@@ -226,7 +230,11 @@ def check_experts() -> dict[str, Any]:
     experts, n, k, slots = 16, 1536, 2048, 4
     for recipe in ("te", "te-row-scaled"):
         w = [
-            prepare(quantize(matrix("normal", n, k, seed=e).bfloat16().to(DEVICE), recipe, role="weight"))
+            prepare(
+                quantize(
+                    matrix("normal", n, k, seed=e).bfloat16().to(DEVICE), recipe, role="weight"
+                )
+            )
             for e in range(experts)
         ]
         for tokens in (1, 5, 64, 500, 4096):
@@ -265,7 +273,7 @@ def main(names: list[str]) -> None:
         start = time.time()
         try:
             result: Any = CHECKS[name]()
-        except Exception:  # noqa: BLE001
+        except Exception:
             result = {"error": traceback.format_exc()[-1500:]}
         print(json.dumps({name: result, "seconds": round(time.time() - start, 1)}), flush=True)
 

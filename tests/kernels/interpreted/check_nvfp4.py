@@ -1,0 +1,161 @@
+"""Triton NVFP4 kernels in the interpreter against the reference, byte for byte."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
+from torch import Tensor
+
+from minite_kernels.nvfp4.gemm import _ref as gemm_ref
+from minite_kernels.nvfp4.gemm import configs, gemm
+from minite_kernels.nvfp4.grouped_gemm import (
+    combine,
+    gather,
+    grouped_gemm,
+    quantize_grouped,
+    route,
+)
+from minite_kernels.nvfp4.quantize import _beyond_triton, _ref, _triton, quantize
+from minite_kernels.nvfp4.recipe import RECIPES, OperandRecipe
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and torch.equal(*flat)
+
+
+def operands() -> dict[str, tuple[str, str, OperandRecipe]]:
+    """One case for each different arithmetic that the kernels claim to do."""
+    seen: dict[OperandRecipe, tuple[str, str, OperandRecipe]] = {}
+    for name, recipe in RECIPES.items():
+        for role in ("activation", "weight"):
+            operand = recipe.operand(role)  # type: ignore[arg-type]
+            approximate = operand.reciprocal == "rcp_approx"  # no such instruction here
+            if not approximate and _beyond_triton(operand, torch.zeros(16, 16)) is None:
+                seen.setdefault(operand, (name, role, operand))
+    return {f"{name}-{role}": case for case in seen.values() for name, role, _ in [case]}
+
+
+OPERANDS = operands()
+
+
+def test_all_the_arithmetics_are_here() -> None:
+    assert len(OPERANDS) >= 17
+
+
+@pytest.mark.parametrize("case", OPERANDS)
+def test_quantizer(case: str) -> None:
+    name, role, operand = OPERANDS[case]
+    inputs = [matrix(kind, 16, 256).bfloat16() for kind in (*DISTRIBUTIONS, *NOT_FINITE)]
+    inputs += [*amax_sweep(torch.float32, 4), matrix("normal", 32, 272)]
+    for x in inputs:
+        amax = None
+        if operand.amax_scope == "static":
+            amax = x.float().abs().nan_to_num(0, 1, 1).amax().clamp(min=1e-30)
+        ref, ours = (
+            quantize(x, name, role=role, amax=amax, impl=impl)  # type: ignore[arg-type]
+            for impl in ("ref", "triton")
+        )
+        assert same(ours.codes, ref.codes)
+        assert same(ours.block_scale, ref.block_scale)
+        for field in ("amax", "global_encode_scale", "global_decode_scale"):
+            mine, theirs = getattr(ours, field), getattr(ref, field)
+            assert torch.equal(mine.nan_to_num(1.5), theirs.nan_to_num(1.5)), field
+
+
+@pytest.mark.parametrize("name", ("te", "te-python", "modelopt", "fp-quant", "te-row-scaled"))
+def test_decoded_values_are_the_codes_times_the_scales(name: str) -> None:
+    operand = RECIPES[name].activation
+    for kind in ("normal", "negative_zeros", "ties", "underflow"):
+        x = matrix(kind, 16, 256)
+        q = quantize(x, name, impl="ref")
+        scale = _ref.GlobalScale(q.amax, q.global_encode_scale, q.global_decode_scale)
+        expected = gemm_ref.decode(q, torch.float32)
+        assert torch.equal(_triton.quantize_values(operand, x, scale).float(), expected)
+        if operand.amax_scope == "token":
+            values, _ = _triton.quantize_token_values(operand, x)
+            assert torch.equal(values.float(), expected)
+
+
+@pytest.mark.parametrize("role", ("activation", "weight"))
+def test_transposed_input_needs_no_copy(role: str) -> None:
+    x = matrix("normal", 48, 32).t()
+    ref = quantize(x.contiguous(), "te", role=role, impl="ref")  # type: ignore[arg-type]
+    ours = quantize(x, "te", role=role, impl="triton")  # type: ignore[arg-type]
+    assert same(ours.codes, ref.codes) and same(ours.block_scale, ref.block_scale)
+
+
+def test_stochastic_rounding_is_seeded_and_unbiased() -> None:
+    def run(seed: int, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return quantize(x, "te", role="gradient", impl="triton", generator=generator).codes
+
+    x = matrix("normal", 16, 256)
+    assert torch.equal(run(1, x), run(1, x))
+    assert not torch.equal(run(1, x), run(2, x))
+    constant = torch.full((64, 256), 1.3)
+    constant[:, ::16] = 6.0
+    codes = run(3, constant)
+    value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(codes & 7).long()][:, 1::8]
+    assert set(value.unique().tolist()) == {1.0, 1.5}
+    assert abs(value.mean().item() - 1.3) < 5 * 0.25 / value.numel() ** 0.5
+
+
+RECIPES_WITH_ALPHA = (
+    *("te", "te-row-scaled", "te-python", "pow2", "torchao"),
+    *("compressed-tensors-fp32", "flashinfer-exact"),
+)
+
+
+@pytest.mark.parametrize(
+    "shape", ((3, 96, 256), (70, 96, 192), (140, 80, 128), (16, 64, 80)), ids=str
+)
+@pytest.mark.parametrize("recipe", RECIPES_WITH_ALPHA)
+def test_gemm(recipe: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    scale = {"global_encode_scale": torch.tensor(512.0)} if recipe == "flashinfer-exact" else {}
+    a = quantize(matrix("normal", m, k).bfloat16(), recipe, impl="ref", **scale)
+    b = quantize(matrix("normal", n, k, seed=1), recipe, role="weight", impl="ref")
+    bias = matrix("normal", 1, n)[0].bfloat16() if m == 3 else None
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, ref = (
+            gemm(a, b, out_dtype=dtype, bias=bias, impl=impl)  # type: ignore[arg-type]
+            for impl in ("triton", "ref")
+        )
+        assert same(ours, ref)
+    alpha = torch.tensor(0.125)
+    assert same(gemm(a, b, alpha=alpha, impl="triton"), gemm(a, b, alpha=alpha, impl="ref"))
+
+
+@pytest.mark.parametrize("decode_rows", (64, -1), ids=("packed", "decoded"))
+@pytest.mark.parametrize("recipe", ("te", "te-row-scaled"))
+def test_grouped_gemm(recipe: str, decode_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "GROUPED_DECODE_ROWS", decode_rows)
+    tokens, slots, experts, k, n = 40, 2, 5, 128, 72
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    scores[:, 3] = -1.0  # an expert without tokens
+    routing = route(scores.topk(slots).indices, experts)
+    x = matrix("normal", tokens, k).bfloat16()
+    weights = [
+        quantize(matrix("normal", n, k, seed=e), recipe, role="weight", impl="ref")
+        for e in range(experts)
+    ]
+    q = quantize_grouped(gather(x, routing), routing.offsets, recipe, impl="ref")
+    ours, ref = (
+        grouped_gemm(q, weights, routing.offsets, impl=impl)  # type: ignore[arg-type]
+        for impl in ("triton", "ref")
+    )
+    assert same(ours, ref)
+    if recipe == "te-row-scaled":
+        tokens_q = quantize(x, recipe, impl="ref")
+        rows = routing.order // routing.slots
+        gathered = grouped_gemm(tokens_q, weights, routing.offsets, rows=rows, impl="triton")
+        assert same(gathered, ref)
+    router_weights = torch.rand(tokens, slots, generator=torch.Generator().manual_seed(1))
+    ours, ref = (
+        combine(ref, routing, router_weights, impl=impl)  # type: ignore[arg-type]
+        for impl in ("triton", "ref")
+    )
+    assert same(ours, ref)
