@@ -25,12 +25,13 @@ from minite_diag.engines.base import (
     ScoredTokens,
     TokenSequence,
 )
-from minite_diag.engines.vllm_plugin import readback, statics
+from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled, readback, statics
 from minite_diag.engines.vllm_plugin.hooks import Observer, Request, fused_experts, is_nvfp4
 from minite_diag.engines.vllm_plugin.layout import build_layout, expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot, register_loader
 from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
 from minite_diag.plan import EngineSpec, Plan
+from minite_kernels.nvfp4.recipe import get_recipe
 
 INSTALL: Final = "pip install 'minite-diag[vllm]'"
 
@@ -56,14 +57,15 @@ OPTIONS: Final = {
     "max_model_len": "longest sequence; default: what the probes need",
     "max_num_batched_tokens": "tokens per forward pass; a smaller one chunks the prefill",
     "max_num_seqs": "default 8",
-    "nvfp4_recipe": "auto (what vLLM chooses; on CPU its emulation) or vllm-emulation",
+    "nvfp4_recipe": "auto (what vLLM chooses; on CPU its emulation), vllm-emulation, or a GPU "
+    "engine's arithmetic modelled on CPU: vllm-cuda, flashinfer-fast, ...",
     "dequantized_gib": "memory for dequantized NVFP4 weights of the emulation on CPU; default 8",
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
     "seed": "overrides the plan's seed",
 }
 
-NVFP4_RECIPES: Final = ("auto", "vllm-emulation")
+NVFP4_RECIPES: Final = ("auto", "vllm-emulation", *nvfp4_modelled.MODELLED_RECIPES)
 
 QUANTIZATIONS: Final = {
     "nvfp4-modelopt": ("modelopt", "modelopt_fp4"),
@@ -81,7 +83,7 @@ class VllmEngine(Engine):
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` through vLLM's loader and read back what it installed."""
-        _check_options(spec.options)
+        _check_options(spec)
         self.plan, self.spec = plan, spec
         self._requests: dict[str, Request] = {}
         self._count = 0
@@ -168,6 +170,7 @@ class VllmEngine(Engine):
             if layer.weights.w13_weight.dtype == torch.uint8:
                 for native in (f"{layer.name}.w13", f"{layer.name}.w2"):
                     found |= {part.fqn for part in layout.parts[native]}
+        self._check_kernels()
         different = sorted(found.symmetric_difference(self.plan.quantized))
         if different:
             side = "vllm" if different[0] in found else "the plan"
@@ -176,6 +179,24 @@ class VllmEngine(Engine):
                 "quantize fused groups (q/k/v, gate/up) as a whole",
             )
 
+    def _check_kernels(self) -> None:
+        """Raise EngineError where another NVFP4 kernel runs than the option asks for."""
+        asked = self.spec.options.get("nvfp4_recipe", "auto")
+        if asked == "auto":
+            return
+        for name, module in linear_modules(self.model):
+            kernel = readback.kernel_object(module) if is_nvfp4(module) else None
+            if kernel is None:
+                continue
+            recipe = getattr(kernel, "recipe", None)
+            found = recipe.name if recipe is not None else type(kernel).__name__
+            if found not in (asked, "EmulationNvFp4LinearKernel") or (
+                recipe is None and asked != "vllm-emulation"
+            ):
+                raise EngineError(
+                    f"{name} runs {found}, nvfp4_recipe={asked} was asked for", "report this"
+                )
+
     def _info(self, version: str, layout: Layout) -> EngineInfo:
         config = self.llm.llm_engine.vllm_config
         evidence = tuple(readback.read_evidence(self.model))
@@ -183,7 +204,7 @@ class VllmEngine(Engine):
         settings["weights_before_post_load"] = str(len(self.snapshot))
         device = next(self.model.parameters()).device
         return EngineInfo(
-            label="vllm-emu" if any(e.status != "native" for e in evidence) else "vllm",
+            label=_label({e.status for e in evidence}),
             version=version,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
@@ -311,16 +332,27 @@ class VllmEngine(Engine):
             self.snapshot.close()
 
 
-def _check_options(options: dict[str, str]) -> None:
-    unknown = sorted(set(options) - set(OPTIONS))
+def _label(statuses: set[str]) -> str:
+    if "modelled" in statuses:
+        return "vllm-modelled"
+    return "vllm" if statuses == {"native"} else "vllm-emu"
+
+
+def _check_options(spec: EngineSpec) -> None:
+    unknown = sorted(set(spec.options) - set(OPTIONS))
     if unknown:
         raise UsageError(
             f"engine 'vllm' has no option {unknown[0]!r}", f"one of: {', '.join(OPTIONS)}"
         )
-    recipe = options.get("nvfp4_recipe", "auto")
+    recipe = spec.options.get("nvfp4_recipe", "auto")
     if recipe not in NVFP4_RECIPES:
         raise UsageError(
             f"engine 'vllm' can't run nvfp4_recipe={recipe}", f"one of: {', '.join(NVFP4_RECIPES)}"
+        )
+    if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
+        raise UsageError(
+            f"nvfp4_recipe={recipe}, but vllm loads a {spec.checkpoint_format} checkpoint",
+            "leave the option out, or quantize something",
         )
 
 
@@ -369,18 +401,32 @@ def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, 
     """Arguments and registrations that make vLLM run NVFP4 on this platform."""
     from vllm.platforms import current_platform
 
-    from minite_diag.engines.vllm_plugin import nvfp4_cpu
-
+    recipe = options.get("nvfp4_recipe", "auto")
     if current_platform.is_cpu():
-        nvfp4_cpu.register_linear()
-        nvfp4_cpu.keep_dequantized(int(float(options.get("dequantized_gib", "8")) * 2**30))
-        if any(config.get(key) for key in ("num_experts", "num_local_experts")):
-            nvfp4_cpu.register_experts()
-            return {"moe_backend": "emulation"}
-        return {}
-    if options.get("nvfp4_recipe") == "vllm-emulation":
+        has_experts = any(config.get(key) for key in ("num_experts", "num_local_experts"))
+        _register_on_cpu(recipe, has_experts, float(options.get("dequantized_gib", "8")))
+        return {"moe_backend": "emulation"} if has_experts else {}
+    if recipe in nvfp4_modelled.MODELLED_RECIPES:
+        raise EngineUnavailable(
+            f"vllm models nvfp4_recipe={recipe} on CPU only",
+            "leave it out: on a GPU vLLM's own kernels run",
+        )
+    if recipe == "vllm-emulation":
         return {"linear_backend": "emulation", "moe_backend": "emulation"}
     return {}
+
+
+def _register_on_cpu(recipe: str, has_experts: bool, dequantized_gib: float) -> None:
+    if recipe in nvfp4_modelled.MODELLED_RECIPES:
+        model = get_recipe(recipe)
+        nvfp4_cpu.register_linear(nvfp4_modelled.linear_kernel_class(model))
+        if has_experts:
+            nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(model))
+        return
+    nvfp4_cpu.register_linear()
+    nvfp4_cpu.keep_dequantized(int(dequantized_gib * 2**30))
+    if has_experts:
+        nvfp4_cpu.register_experts()
 
 
 def _model_runner(llm: Any) -> Any:

@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).with_name("run_vllm.py")
 VOCAB_SIZE = 512
 SAMPLE_TOKENS = 12
 TIMEOUT_S = 300
+MODELLED = "flashinfer-exact"
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -112,6 +113,11 @@ class Run:
     def static(self, fqn, kind):
         return self.read(STATIC, fqn, kind).tensor
 
+    def native(self, name, kind):
+        """A static tensor as captured, by its native name."""
+        refs = [r for r in self.trace.index if (r.native, r.kind) == (name, kind)]
+        return self.trace.read(refs[0])
+
     def scored(self, fqn, kind, probe="p0"):
         """(tensor, positions) of a site in score mode."""
         site = self.read(SequenceKey("score", "", probe), fqn, kind)
@@ -161,7 +167,8 @@ def runs(models, exported, tmp_path_factory):
         if precision == "nvfp4":
             layout = "modelopt" if kind == "llama" else "compressed-tensors"
             checkpoint, names = exported[kind, layout]
-            return make_job(checkpoint.path, out, "bfloat16", f"nvfp4-{layout}", names)
+            recipe = {"nvfp4_recipe": MODELLED} if name.endswith("modelled") else {}
+            return make_job(checkpoint.path, out, "bfloat16", f"nvfp4-{layout}", names, **recipe)
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
         chunked = {"max_num_batched_tokens": 16} if name.endswith("chunked") else {}
         return make_job(models[kind, dtype], out, dtype, precision, **chunked)
@@ -189,6 +196,7 @@ def load_errors(models, tmp_path_factory):
         "missing": make_job(root / "nowhere", root, "bfloat16"),
         "option": make_job(model, root, "bfloat16", chunks=3),
         "recipe": make_job(model, root, "bfloat16", nvfp4_recipe="te"),
+        "pointless": make_job(model, root, "bfloat16", nvfp4_recipe=MODELLED),
         "format": make_job(model, root, "bfloat16", format="nvfp4-modelopt"),
     }
     out = root / "out"

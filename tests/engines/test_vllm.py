@@ -15,7 +15,8 @@ from minite_diag.engines.vllm import INSTALL, VllmEngine
 from minite_diag.engines.vllm_plugin.hooks import Request, batch_rows, pack_e2m1
 from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import EngineSpec
-from tests.engines.conftest import PROBES, SAMPLE_TOKENS, VOCAB_SIZE, build_model
+from minite_kernels.nvfp4.quantize import quantize
+from tests.engines.conftest import MODELLED, PROBES, SAMPLE_TOKENS, VOCAB_SIZE, build_model
 
 DENSE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -49,7 +50,15 @@ def test_fp32_scores_equal_transformers(runs, kind):
         assert np.abs(np.subtract(scored["top_logprobs"][1:], top.values.tolist())).max() < 1e-4
 
 
-NAMES = ["llama-fp32", "llama-bf16", "moe-fp32", "moe-bf16-chunked", "llama-nvfp4", "moe-nvfp4"]
+NAMES = [
+    "llama-fp32",
+    "llama-bf16",
+    "moe-fp32",
+    "moe-bf16-chunked",
+    "llama-nvfp4",
+    "moe-nvfp4",
+    "moe-nvfp4-modelled",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,14 +82,13 @@ def expected_sites(name):
     kind, precision = name.split("-")[:2]
     nvfp4 = precision == "nvfp4"
     sites = {("model.embed_tokens", "output"), ("lm_head", "input"), ("lm_head", "logits")}
-    sites |= {("model.norm", k) for k in ("residual", "input", "output")}
+    sites |= {("model.norm", k) for k in ("input", "output")}
     linears = []
     for layer in ("model.layers.0", "model.layers.1"):
         sites.add((layer, "output"))
         sites |= {(f"{layer}.self_attn.{s}", "output") for s in ("q_rope", "k_rope", "attn")}
         for norm in ("input_layernorm", "post_attention_layernorm"):
             sites |= {(f"{layer}.{norm}", k) for k in ("input", "output")}
-        sites.add((f"{layer}.post_attention_layernorm", "residual"))
         linears += [f"{layer}.{leaf}" for leaf in DENSE]
         if kind == "llama":
             linears += [f"{layer}.{leaf}" for leaf in MLP]
@@ -91,7 +99,6 @@ def expected_sites(name):
         sites |= {(f"{layer}.mlp.gate", k) for k in ("input", "router_logits")}
         experts = f"{layer}.mlp.experts"
         sites |= {(experts, k) for k in ("input", "topk_ids", "topk_weights", "output")}
-    sites.add(("model.layers.1.input_layernorm", "residual"))
     quantized = ("act_codes", "act_block_scale", "act_global_decode_scale")
     kinds = ("input", "output", *(quantized if nvfp4 else ()))
     return sites | {(linear, k) for linear in linears for k in kinds}
@@ -115,8 +122,7 @@ def test_expert_sites_follow_the_routing(runs):
             tokens = (topk_ids == expert).any(1).nonzero()[:, 0].tolist()
             for part in EXPERT:
                 site = f"{layer}.mlp.experts.{expert}.{part}"
-                kinds = ["output", "act_codes", "act_block_scale"]
-                for kind in [*kinds, "input"] if part == "down_proj" else kinds:
+                for kind in ("input", "act_codes", "act_block_scale", "output"):
                     if tokens:
                         _, positions = run.scored(site, kind)
                         assert positions.tolist() == tokens, f"{site}:{kind}"
@@ -180,14 +186,7 @@ def test_captured_codes_reproduce_the_linear(runs, name):
         values, scale = dequantize(
             run.scored(fqn, "act_codes")[0], run.scored(fqn, "act_block_scale")[0]
         )
-        encode = run.trace.read(
-            next(
-                ref
-                for ref in run.trace.index
-                if ref.kind == "act_global_encode_scale"
-                and ref.native == fqn.replace("k_proj", "qkv_proj")
-            )
-        )
+        encode = run.native(fqn.replace("k_proj", "qkv_proj"), "act_global_encode_scale")
         x = (values * (scale / encode)).flatten(-2).bfloat16()
         values, scale = dequantize(
             run.static(fqn, "weight_codes"), run.static(fqn, "weight_block_scale")
@@ -199,6 +198,40 @@ def test_captured_codes_reproduce_the_linear(runs, name):
         assert bool(close.all())
         unquantized, _ = run.scored(fqn, "input")
         assert (x - unquantized).abs().max() > 0.01
+
+
+def test_modelled_arithmetic_is_exact_on_the_captured_codes(runs):
+    """Integer products of codes and scales, alpha in FP32, one rounding: linears and experts."""
+    run = runs("moe-nvfp4-modelled")
+    experts = "model.layers.1.mlp.experts"
+    busiest = int(run.scored(experts, "topk_ids")[0].flatten().mode().values)
+    for fqn in (
+        "model.layers.1.self_attn.o_proj",
+        f"{experts}.{busiest}.up_proj",
+        f"{experts}.{busiest}.down_proj",
+    ):
+        values, scale = dequantize(
+            run.scored(fqn, "act_codes")[0], run.scored(fqn, "act_block_scale")[0]
+        )
+        x = (values * scale).flatten(-2).double()
+        values, scale = dequantize(
+            run.static(fqn, "weight_codes"), run.static(fqn, "weight_block_scale")
+        )
+        accumulator = (x @ (values * scale).flatten(-2).double().T).float()
+        alpha = run.scored(fqn, "act_global_decode_scale")[0]
+        alpha = alpha * run.static(fqn, "weight_global_decode_scale")
+        output, _ = run.scored(fqn, "output")
+        assert same_bytes((accumulator * alpha).bfloat16(), output), fqn
+
+
+def test_modelled_codes_are_the_recipe_s_own(runs):
+    run = runs("moe-nvfp4-modelled")
+    fqn = "model.layers.0.self_attn.q_proj"
+    x, _ = run.scored(fqn, "input")
+    encode = run.native("model.layers.0.self_attn.qkv_proj", "act_global_encode_scale")
+    expected = quantize(x, MODELLED, global_encode_scale=encode)
+    assert same_bytes(run.scored(fqn, "act_codes")[0], expected.codes)
+    assert same_bytes(run.scored(fqn, "act_block_scale")[0], expected.block_scale)
 
 
 @pytest.mark.parametrize("name", ["llama-nvfp4", "moe-nvfp4"])
@@ -271,6 +304,7 @@ def test_rows_are_the_tokens_that_they_are_said_to_be(runs, name):
         ("llama-bf16", "vllm", {"native"}),
         ("llama-nvfp4", "vllm-emu", {"native", "emulated"}),
         ("moe-nvfp4", "vllm-emu", {"native", "emulated", "replaced"}),
+        ("moe-nvfp4-modelled", "vllm-modelled", {"native", "modelled"}),
     ],
 )
 def test_evidence_says_what_ran(runs, name, label, statuses):
@@ -278,10 +312,12 @@ def test_evidence_says_what_ran(runs, name, label, statuses):
     assert results["label"] == label
     assert {e["status"] for e in results["evidence"]} == statuses
     assert all(e["impl"] for e in results["evidence"])
-    replaced = [e["impl"] for e in results["evidence"] if e["status"] == "replaced"]
-    ours = "minite_diag.engines.vllm_plugin.nvfp4_cpu.CpuNvfp4Experts"
-    assert replaced == ([ours] if "replaced" in statuses else [])
-    assert ("EmulationNvFp4LinearKernel" in results["settings"]["linears"]) == ("nvfp4" in name)
+    ours = {e["op"] for e in results["evidence"] if e["impl"].startswith("minite_")}
+    assert ours == {e["op"] for e in results["evidence"] if e["status"] in ("replaced", "modelled")}
+    assert ("experts" in ours) == name.startswith("moe")
+    assert ("EmulationNvFp4LinearKernel" in results["settings"]["linears"]) == (
+        name.endswith("nvfp4")
+    )
 
 
 def test_bad_requests_are_errors_and_the_engine_goes_on(runs):
@@ -298,6 +334,7 @@ def test_bad_requests_are_errors_and_the_engine_goes_on(runs):
         ("missing", "EngineError", "config.json"),
         ("option", "UsageError", "'chunks'"),
         ("recipe", "UsageError", "nvfp4_recipe=te"),
+        ("pointless", "UsageError", "bf16 checkpoint"),
         ("format", "EngineError", "nvfp4-modelopt"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from torch import nn
 from minite_diag.capture.hooks import attach
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import TokenSequence
+from minite_diag.engines.vllm_plugin import nvfp4_modelled
 from minite_diag.engines.vllm_plugin.layout import ExpertLayer, expert_layers, linear_modules
+from minite_diag.engines.vllm_plugin.nvfp4_cpu import emulation_module
 from minite_diag.errors import EngineError
 from minite_diag.trace.store import Row
 
@@ -121,7 +123,7 @@ class Observer:
             return
         from vllm.forward_context import get_forward_context
 
-        metadata = get_forward_context().attn_metadata
+        metadata: Any = get_forward_context().attn_metadata
         if isinstance(metadata, dict):
             metadata = next(iter(metadata.values()))
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
@@ -162,7 +164,6 @@ class Observer:
                 output, residual = output
                 if finished is not None:
                     self._record(finished, "output", residual)
-                self._record(name, "residual", residual)
                 self._record(name, "input", residual)
             self._record(name, "output", output)
 
@@ -233,23 +234,30 @@ class Observer:
         module.register_forward_hook(after)
 
     def _watch_quantizer(self) -> None:
-        """Look at what vLLM's own quantizer returns; its result is passed on untouched."""
-        from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+        """Look at what the quantizers return to the kernels; results are passed on untouched."""
+        emulation, modelled = emulation_module(), cast("Any", nvfp4_modelled)
+        emulated, model = emulation.ref_nvfp4_quant, modelled.quantize_activation
 
-        quantize = emulation.ref_nvfp4_quant
-
-        def watched(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            values, block_scale = quantize(x, *args, **kwargs)
+        def watched_emulation(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            values, block_scale = emulated(x, *args, **kwargs)
             if self.recorder.active:
-                self._quantized = (values, block_scale)
-                if self._site is not None:
-                    self.recorder.tensor(self._site, "act_codes", pack_e2m1(values))
-                    self.recorder.tensor(
-                        self._site, "act_block_scale", block_scale.to(torch.float8_e4m3fn)
-                    )
+                self._saw_codes(pack_e2m1(values), block_scale.to(torch.float8_e4m3fn))
             return values, block_scale
 
-        emulation.ref_nvfp4_quant = watched
+        def watched_model(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            quantized = model(x, *args, **kwargs)
+            if self.recorder.active:
+                self._saw_codes(quantized.codes, quantized.block_scale)
+            return quantized
+
+        emulation.ref_nvfp4_quant = watched_emulation
+        modelled.quantize_activation = watched_model
+
+    def _saw_codes(self, codes: torch.Tensor, block_scale: torch.Tensor) -> None:
+        self._quantized = (codes, block_scale)
+        if self._site is not None:
+            self.recorder.tensor(self._site, "act_codes", codes)
+            self.recorder.tensor(self._site, "act_block_scale", block_scale)
 
     def _attach_experts(self, layer: ExpertLayer) -> None:
         attach(layer.runner, layer.name, self.recorder)
@@ -274,36 +282,30 @@ class Observer:
         router.select_experts = watched
 
     def _expert_tap(self, name: str) -> Callable[..., None]:
-        shared: list[torch.Tensor] = []
+        shared: list[tuple[str, torch.Tensor]] = []
 
-        def quantized() -> list[torch.Tensor]:
+        def codes() -> list[tuple[str, torch.Tensor]]:
             assert self._quantized is not None
-            values, block_scale = self._quantized
-            return [pack_e2m1(values), block_scale.to(torch.float8_e4m3fn)]
+            return list(zip(("act_codes", "act_block_scale"), self._quantized, strict=True))
 
         def write(expert: int, part: str, kind: str, tensor: torch.Tensor, rows: Any) -> None:
             self.recorder.tensor(f"{name}.{expert}.{part}", kind, tensor, rows)
 
-        def write_codes(
-            expert: int, part: str, found: list[torch.Tensor], rows: torch.Tensor
-        ) -> None:
-            write(expert, part, "act_codes", found[0], rows)
-            write(expert, part, "act_block_scale", found[1], rows)
-
         def tap(stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor) -> None:
             if not self.recorder.active:
                 return
-            if rows is None:
-                shared[:] = quantized()
-                return
-            if stage == "gate_up":
+            if stage == "input":
+                shared[:] = [("input", tensor), *codes()]
+            elif stage == "gate_up":
                 for part, out in zip(("gate_proj", "up_proj"), tensor.chunk(2, -1), strict=True):
-                    write_codes(expert, part, [t[rows] for t in shared], rows)
+                    for kind, whole in shared:
+                        write(expert, part, kind, whole[rows], rows)
                     write(expert, part, "output", out, rows)
             elif stage == "activation":
                 write(expert, "down_proj", "input", tensor, rows)
             elif stage == "quantized":
-                write_codes(expert, "down_proj", quantized(), rows)
+                for kind, found in codes():
+                    write(expert, "down_proj", kind, found, rows)
             elif stage == "down":
                 write(expert, "down_proj", "output", tensor, rows)
 

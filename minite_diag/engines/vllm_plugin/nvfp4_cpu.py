@@ -3,15 +3,19 @@
 The linear kernel is vLLM's, unchanged: the CPU backend only lacks its entry in the kernel table.
 It dequantizes every weight in every forward pass; `keep_dequantized` keeps what vLLM's function
 returned, which are the same bits (a decode step of SmolLM2 takes seconds without).
+
 The experts are ours (`replaced`): vLLM emulates NVFP4 experts in a Triton kernel that needs a GPU,
 so this class repeats its order of operations in torch, with vLLM's own quantizer, dequantizer and
-activation. Invariant: nothing here runs on another platform than CPU.
+activation. `nvfp4_modelled` puts another arithmetic in the same places. Invariant: nothing here
+runs on another platform than CPU.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any, Final, cast
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
 
 import torch
 
@@ -24,15 +28,58 @@ Tap = Callable[[str, int, torch.Tensor | None, torch.Tensor], None]
 """Called with (stage, expert, rows int64 [R] or None, tensor)."""
 
 
-def register_linear() -> None:
-    """Enter vLLM's emulated NVFP4 linear kernel for the CPU, once (public registration)."""
+class ExpertArithmetic(Protocol):
+    """How experts quantize and multiply; `fused` is "w13" or "w2"."""
+
+    def quantize(self, x_TK: torch.Tensor, encode_scale: torch.Tensor) -> Any:
+        """Quantize activations under a static encode scale (FP32 [])."""
+
+    def rows(self, operand: Any, rows_R: torch.Tensor) -> Any:
+        """Some rows of a quantized operand."""
+
+    def matmul(self, operand: Any, experts: ExpertWeights, fused: str, expert: int) -> torch.Tensor:
+        """Operand [R, K] times one expert's weight [N, K] transposed: [R, N], FP32 or rounded."""
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Packed weights of a layer's experts, and vLLM's FusedMoEQuantConfig with their scales.
+
+    `codes` uint8 [E, 2I, H/2] and [E, H, I/2]. In `scales`, a1_gscale and a2_gscale are encode
+    scales of activations, g1_alphas and g2_alphas decode scales of weights.
+    """
+
+    codes: dict[str, torch.Tensor]
+    scales: Any
+    dtype: torch.dtype
+
+    def block_scale(self, fused: str) -> torch.Tensor:
+        """E4M3 [E, N, K/16]."""
+        return cast("torch.Tensor", getattr(self.scales, f"{_INDEX[fused]}_scale"))
+
+    def decode_scale(self, fused: str) -> torch.Tensor:
+        """FP32 [E]."""
+        return cast("torch.Tensor", getattr(self.scales, f"g{_INDEX[fused][1]}_alphas"))
+
+    def act_encode_scale(self, fused: str) -> torch.Tensor:
+        """FP32 []."""
+        scale = getattr(self.scales, f"a{_INDEX[fused][1]}_gscale")
+        return cast("torch.Tensor", scale.float().reshape(-1)[0])
+
+
+_INDEX: Final = {"w13": "w1", "w2": "w2"}
+
+
+def register_linear(kernel: type | None = None) -> None:
+    """Enter an NVFP4 linear kernel for the CPU, by default vLLM's emulation, once (public API)."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.platforms.interface import PlatformEnum
 
+    kernel = kernel or EmulationNvFp4LinearKernel
     table = getattr(linear, "_POSSIBLE_NVFP4_KERNELS", {})
-    if EmulationNvFp4LinearKernel not in table.get(PlatformEnum.CPU, []):
-        linear.register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    if kernel not in table.get(PlatformEnum.CPU, []):
+        linear.register_linear_kernel(kernel, PlatformEnum.CPU, "nvfp4")
 
 
 class DequantizedWeights:
@@ -73,10 +120,16 @@ class DequantizedWeights:
         return found
 
 
+def emulation_module() -> Any:
+    """The module of vLLM's NVFP4 emulation; untyped, because its functions are replaced here."""
+    return importlib.import_module(
+        "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
+    )
+
+
 def keep_dequantized(max_bytes: int) -> DequantizedWeights:
     """Make vLLM's emulation keep its dequantized weights; returns what keeps them."""
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
-
+    emulation = emulation_module()
     dequantize = emulation.dequantize_to_dtype
     if isinstance(dequantize, DequantizedWeights):
         dequantize = dequantize.dequantize
@@ -85,7 +138,7 @@ def keep_dequantized(max_bytes: int) -> DequantizedWeights:
     return kept
 
 
-def register_experts() -> None:
+def register_experts(arithmetic: ExpertArithmetic | None = None) -> None:
     """Give vLLM's EMULATION backend the torch experts; raises EngineUnavailable if unknown."""
     import vllm
 
@@ -97,21 +150,46 @@ def register_experts() -> None:
         )
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 
-    original = oracle.backend_to_kernel_cls
-    if getattr(original, "cpu_experts", None) is not None:
-        return
-    experts = experts_class()
+    original = getattr(oracle.backend_to_kernel_cls, "original", oracle.backend_to_kernel_cls)
+    experts = experts_class(arithmetic or EmulatedExperts())
 
     def backend_to_kernel_cls(backend: Any) -> list[type]:
         if backend == oracle.NvFp4MoeBackend.EMULATION:
             return [experts]
         return cast("list[type]", original(backend))
 
-    backend_to_kernel_cls.cpu_experts = experts  # type: ignore[attr-defined]
+    backend_to_kernel_cls.original = original  # type: ignore[attr-defined]
     oracle.backend_to_kernel_cls = backend_to_kernel_cls
 
 
-def experts_class() -> type:
+class EmulatedExperts:
+    """As vLLM's Triton emulation: both operands dequantized and rounded, FP32 accumulation."""
+
+    def quantize(self, x_TK: torch.Tensor, encode_scale: torch.Tensor) -> torch.Tensor:
+        """Quantize and dequantize with vLLM's own function."""
+        found: torch.Tensor = emulation_module().ref_nvfp4_quant_dequant(x_TK, encode_scale, 16)
+        return found
+
+    def rows(self, operand: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+        """Indexed."""
+        return operand[rows_R]
+
+    def matmul(
+        self, operand: torch.Tensor, experts: ExpertWeights, fused: str, expert: int
+    ) -> torch.Tensor:
+        """FP32, unrounded: the Triton kernel applies the router weight before it rounds."""
+        weight_NK = emulation_module().dequantize_to_dtype(
+            experts.codes[fused][expert],
+            experts.block_scale(fused)[expert],
+            experts.decode_scale(fused)[expert],
+            experts.dtype,
+            16,
+            swizzle=False,
+        )
+        return operand.float() @ weight_NK.float().T
+
+
+def experts_class(arithmetic: ExpertArithmetic) -> type:
     """The torch experts as a subclass of vLLM's modular experts."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as modular
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -121,15 +199,16 @@ def experts_class() -> type:
     )
 
     class CpuNvfp4Experts(CPUUnquantizedExperts):
-        """w13, SiLU and w2 per expert on quantized-dequantized operands, in torch."""
+        """w13, SiLU and w2 per expert on quantized operands, in torch."""
 
         tap: Tap | None = None
 
         @staticmethod
         def is_supported_config(cls: type, *args: Any) -> tuple[bool, str | None]:
-            return cast(
-                "tuple[bool, str | None]", modular.FusedMoEExperts.is_supported_config(cls, *args)
+            supported: tuple[bool, str | None] = modular.FusedMoEExperts.is_supported_config(
+                cls, *args
             )
+            return supported
 
         @staticmethod
         def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -154,14 +233,15 @@ def experts_class() -> type:
             run_experts(
                 output,
                 hidden_states,
-                (w1, w2),
+                ExpertWeights({"w13": w1, "w2": w2}, self.quant_config, hidden_states.dtype),
                 topk_weights.float() if not apply_router_weight_on_input else None,
                 topk_ids,
                 activation,
-                self.quant_config,
+                arithmetic,
                 self.tap or _no_tap,
             )
 
+    CpuNvfp4Experts.arithmetic = arithmetic  # type: ignore[attr-defined]
     CpuNvfp4Experts.__module__, CpuNvfp4Experts.__qualname__ = __name__, "CpuNvfp4Experts"
     return CpuNvfp4Experts
 
@@ -173,50 +253,38 @@ def _no_tap(stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Te
 def run_experts(
     output_TH: torch.Tensor,
     hidden_TH: torch.Tensor,
-    codes: tuple[torch.Tensor, torch.Tensor],
+    experts: ExpertWeights,
     topk_weights_TK: torch.Tensor | None,
     topk_ids_TK: torch.Tensor,
     activation: Any,
-    scales: Any,
+    arithmetic: ExpertArithmetic,
     tap: Tap,
 ) -> None:
     """Write the combined expert outputs to `output_TH`.
 
-    As vLLM's Triton emulation (fused_moe_nvfp4_emulation_kernel): both operands dequantized and
-    rounded to the activation dtype, FP32 accumulation, the router weight applied in FP32 before
-    the rounding of each slot, then the sum over the slots. `codes` are uint8 [E, 2I, H/2] and
-    [E, H, I/2]; `scales` is vLLM's FusedMoEQuantConfig, whose a1_gscale and a2_gscale are encode
-    scales and g1_alphas and g2_alphas weight decode scales.
+    In the order of vLLM's fused_moe_nvfp4_emulation_kernel: the hidden states are quantized once
+    for all experts, the router weight is applied in FP32 before each slot is rounded, then the
+    slots are summed.
     """
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
 
     dtype = hidden_TH.dtype
-    w13_codes, w2_codes = codes
     slots_TKH = torch.zeros(*topk_ids_TK.shape, hidden_TH.shape[-1], dtype=dtype)
-    x_TH = emulation.ref_nvfp4_quant_dequant(hidden_TH, scales.a1_gscale.reshape(()), 16)
-    tap("input", -1, None, x_TH)
-    for expert in range(w13_codes.shape[0]):
+    hidden = arithmetic.quantize(hidden_TH, experts.act_encode_scale("w13"))
+    tap("input", -1, None, hidden_TH)
+    for expert in topk_ids_TK.unique().tolist():
         rows, slots = torch.where(topk_ids_TK == expert)
-        if rows.numel() == 0:
-            continue
-        w13_GH, w2_HI = (
-            emulation.dequantize_to_dtype(c[expert], s[expert], g[expert], dtype, 16, swizzle=False)
-            for c, s, g in (
-                (w13_codes, scales.w1_scale, scales.g1_alphas),
-                (w2_codes, scales.w2_scale, scales.g2_alphas),
-            )
-        )
-        gate_up_RG = (x_TH[rows].float() @ w13_GH.float().T).to(dtype)
+        selected = arithmetic.rows(hidden, rows)
+        gate_up_RG = arithmetic.matmul(selected, experts, "w13", expert).to(dtype)
         tap("gate_up", expert, rows, gate_up_RG)
         act_RI = gate_up_RG.new_empty(gate_up_RG.shape[0], gate_up_RG.shape[1] // 2)
         apply_moe_activation(activation, act_RI, gate_up_RG)
         tap("activation", expert, rows, act_RI)
-        q_RI = emulation.ref_nvfp4_quant_dequant(act_RI, scales.a2_gscale.reshape(()), 16)
-        tap("quantized", expert, rows, q_RI)
-        down_RH = q_RI.float() @ w2_HI.float().T
+        quantized = arithmetic.quantize(act_RI, experts.act_encode_scale("w2"))
+        tap("quantized", expert, rows, act_RI)
+        down_RH = arithmetic.matmul(quantized, experts, "w2", expert)
         tap("down", expert, rows, down_RH.to(dtype))
         if topk_weights_TK is not None:
-            down_RH = down_RH * topk_weights_TK[rows, slots, None]
+            down_RH = down_RH.float() * topk_weights_TK[rows, slots, None]
         slots_TKH[rows, slots] = down_RH.to(dtype)
     output_TH.copy_(slots_TKH.sum(dim=1))

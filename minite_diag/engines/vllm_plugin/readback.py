@@ -16,7 +16,7 @@ from torch import nn
 from minite_diag.engines.base import Evidence
 from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
 from minite_diag.engines.vllm_plugin.layout import expert_layers, linear_modules
-from minite_diag.engines.vllm_plugin.nvfp4_cpu import DequantizedWeights
+from minite_diag.engines.vllm_plugin.nvfp4_cpu import DequantizedWeights, emulation_module
 
 _EMULATION = "nvfp4_emulation_utils"
 
@@ -27,13 +27,20 @@ def qualified_name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def linear_kernel(module: Any) -> str:
-    """What multiplies in a linear: its NVFP4 kernel class, or the unquantized GEMM it chose."""
-    scheme = getattr(module, "scheme", None)
-    for holder in (scheme, module.quant_method):
+def kernel_object(module: Any) -> Any:
+    """The kernel that a linear's scheme or quant method chose; None where there is none."""
+    for holder in (getattr(module, "scheme", None), module.quant_method):
         kernel = getattr(holder, "kernel", None)
         if kernel is not None:
-            return qualified_name(type(kernel))
+            return kernel
+    return None
+
+
+def linear_kernel(module: Any) -> str:
+    """What multiplies in a linear: its NVFP4 kernel class, or the unquantized GEMM it chose."""
+    kernel = kernel_object(module)
+    if kernel is not None:
+        return qualified_name(type(kernel))
     chosen = getattr(module, "cpu_linear", None)
     if chosen is not None:
         code = getattr(chosen, "__code__", None)
@@ -110,8 +117,10 @@ def read_evidence(model: nn.Module) -> Iterator[Evidence]:
     ops = op_forwards(model)
     for kernel in sorted({linear_kernel(m) for _, m in linear_modules(model) if not is_nvfp4(m)}):
         yield Evidence("linear", "native", kernel)
-    for kernel in sorted({linear_kernel(m) for _, m in linear_modules(model) if is_nvfp4(m)}):
-        yield from _nvfp4_linear(kernel)
+    for _, module in sorted(
+        {linear_kernel(m): m for _, m in linear_modules(model) if is_nvfp4(m)}.items()
+    ):
+        yield from _nvfp4_linear(module)
     yield Evidence("norm", "native", ops["RMSNorm"], norm_providers())
     for name, forward in sorted(ops.items()):
         if "Rotary" in name:
@@ -124,26 +133,29 @@ def read_evidence(model: nn.Module) -> Iterator[Evidence]:
     yield Evidence("logprobs", "native", "vllm.v1.sample.sampler.Sampler.compute_logprobs")
 
 
-def _nvfp4_linear(kernel: str) -> Iterator[Evidence]:
-    status = "emulated" if "Emulation" in kernel else "native"
-    module = "vllm.model_executor.layers.quantization.utils." + _EMULATION
-    if status == "native":
-        yield Evidence("nvfp4_linear", status, kernel)
-    else:
+def _nvfp4_linear(module: Any) -> Iterator[Evidence]:
+    kernel = kernel_object(module)
+    name = qualified_name(type(kernel))
+    recipe = getattr(kernel, "recipe", None)
+    if recipe is not None:
+        note = f"recipe {recipe.name}: {recipe.engine}; alpha as vLLM computed it"
+        yield Evidence("nvfp4_linear", "modelled", name, note)
+        yield Evidence("nvfp4_quantize", "modelled", "minite_kernels.nvfp4.quantize", note)
+    elif "Emulation" in name:
         note = "" if _dequantizes_each_time() else "what dequantize_to_dtype returns is kept"
-        yield Evidence("nvfp4_linear", status, kernel, note)
+        yield Evidence("nvfp4_linear", "emulated", name, note)
         yield Evidence(
             "nvfp4_quantize",
             "emulated",
-            f"{module}.ref_nvfp4_quant",
+            f"vllm.model_executor.layers.quantization.utils.{_EMULATION}.ref_nvfp4_quant",
             "codes and block scales are what this function returned to the kernel",
         )
+    else:
+        yield Evidence("nvfp4_linear", "native", name)
 
 
 def _dequantizes_each_time() -> bool:
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
-
-    return not isinstance(emulation.dequantize_to_dtype, DequantizedWeights)
+    return not isinstance(emulation_module().dequantize_to_dtype, DequantizedWeights)
 
 
 def _experts(model: nn.Module) -> Iterator[Evidence]:
@@ -152,14 +164,26 @@ def _experts(model: nn.Module) -> Iterator[Evidence]:
         return
     router = {qualified_name(type(layer.runner.router)) for layer in layers}
     yield Evidence("router", "native", ", ".join(sorted(router)))
-    for impl in sorted({qualified_name(type(fused_experts(layer))) for layer in layers}):
+    for impl, experts in sorted(
+        {
+            qualified_name(type(fused_experts(layer))): fused_experts(layer) for layer in layers
+        }.items()
+    ):
         if impl.startswith("minite_diag."):
-            yield Evidence(
-                "experts",
-                "replaced",
-                impl,
-                "vLLM emulates NVFP4 experts in Triton, which needs a GPU; this repeats its order "
-                "with vLLM's quantizer, dequantizer and activation",
-            )
+            yield _our_experts(impl, experts.arithmetic)
         else:
             yield Evidence("experts", "emulated" if "Emulation" in impl else "native", impl)
+
+
+def _our_experts(impl: str, arithmetic: Any) -> Evidence:
+    recipe = getattr(arithmetic, "recipe", None)
+    if recipe is not None:
+        note = f"recipe {recipe.name}: {recipe.engine}; one activation scale for all experts"
+        return Evidence("experts", "modelled", impl, note)
+    return Evidence(
+        "experts",
+        "replaced",
+        impl,
+        "vLLM emulates NVFP4 experts in Triton, which needs a GPU; this repeats its order "
+        "with vLLM's quantizer, dequantizer and activation",
+    )

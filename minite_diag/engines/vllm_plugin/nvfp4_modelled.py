@@ -1,0 +1,122 @@
+"""NVFP4 linears and experts inside vLLM on CPU, with the arithmetic of a GPU engine (`modelled`).
+
+vLLM's loader, scale fusion, alpha and everything between the linears stay vLLM's own; the
+quantizer and the GEMM are minite_kernels' model of the engine that a recipe names. Invariant: the
+codes that the trace shows are those that this module multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from minite_diag.engines.vllm_plugin.nvfp4_cpu import ExpertWeights
+from minite_kernels.nvfp4.format import E2M1_MAX, E4M3_MAX
+from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
+from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.recipe import Recipe
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+MODELLED_RECIPES: Final = (
+    "vllm-cuda",
+    "vllm-cuda-ct",
+    "vllm-torch-mm",
+    "flashinfer-fast",
+    "flashinfer-exact",
+)
+"""Recipes with a static activation scale and a block-scaled GEMM."""
+
+
+def quantize_activation(
+    x_TK: torch.Tensor, recipe: Recipe, global_encode_scale: torch.Tensor
+) -> Nvfp4Tensor:
+    """The one place where activations are quantized; observers wrap it."""
+    return quantize(x_TK, recipe, global_encode_scale=global_encode_scale)
+
+
+def stored_weight(
+    codes_NK: torch.Tensor, block_scale: torch.Tensor, decode_scale: torch.Tensor, recipe: Recipe
+) -> PreparedOperand:
+    """Codes uint8 [N, K/2] of a checkpoint as a GEMM operand, nothing requantized."""
+    decode = decode_scale.detach().float().reshape(())
+    return prepare(
+        Nvfp4Tensor(
+            codes=codes_NK.detach(),
+            block_scale=block_scale.detach(),
+            amax=decode * (E2M1_MAX * E4M3_MAX),
+            global_encode_scale=decode.reciprocal(),
+            global_decode_scale=decode,
+            shape=(codes_NK.shape[0], codes_NK.shape[1] * 2),
+            recipe=recipe,
+            role="weight",
+        )
+    )
+
+
+def linear_kernel_class(recipe: Recipe) -> type:
+    """A vLLM NVFP4 linear kernel with that arithmetic."""
+    from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+
+    class ModelledNvFp4LinearKernel(NvFp4LinearKernel):
+        """Quantize and multiply as the recipe's engine does; alpha is the one vLLM computed."""
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Decode the weight once; the parameters stay as loaded."""
+            layer.minite_weight = stored_weight(
+                layer.weight, layer.weight_scale, layer.weight_global_scale, recipe
+            )
+
+        def apply_weights(
+            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            x_TK = x.reshape(-1, x.shape[-1])
+            quantized = quantize_activation(x_TK, recipe, layer.input_global_scale_inv.data)
+            alpha = layer.input_global_scale * layer.weight_global_scale
+            out = gemm(
+                quantized, layer.minite_weight, out_dtype=x.dtype, alpha=alpha.data, bias=bias
+            )
+            return out.reshape(*x.shape[:-1], -1)
+
+    kernel = ModelledNvFp4LinearKernel
+    kernel.recipe = recipe  # type: ignore[attr-defined]
+    kernel.__module__, kernel.__qualname__ = __name__, "ModelledNvFp4LinearKernel"
+    return kernel
+
+
+class ModelledExperts:
+    """Experts' arithmetic; one activation scale for all experts, as FlashInfer's backends have."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._weights: dict[int, PreparedOperand] = {}
+
+    def quantize(self, x_TK: torch.Tensor, encode_scale: torch.Tensor) -> Nvfp4Tensor:
+        """As the linears."""
+        return quantize_activation(x_TK, self.recipe, encode_scale)
+
+    def rows(self, operand: Nvfp4Tensor, rows_R: torch.Tensor) -> Nvfp4Tensor:
+        """Rows without requantizing."""
+        return operand.rows(rows_R)
+
+    def matmul(
+        self, operand: Nvfp4Tensor, experts: ExpertWeights, fused: str, expert: int
+    ) -> torch.Tensor:
+        """Rounded to the activation dtype, as the engines' GEMMs store it."""
+        codes = experts.codes[fused][expert]
+        decode = experts.decode_scale(fused)[expert]
+        address = codes.data_ptr()
+        if address not in self._weights:
+            self._weights[address] = stored_weight(
+                codes, experts.block_scale(fused)[expert], decode, self.recipe
+            )
+        alpha = experts.act_encode_scale(fused).reciprocal() * decode
+        return gemm(operand, self._weights[address], out_dtype=experts.dtype, alpha=alpha)
