@@ -1,0 +1,313 @@
+"""Recipe search: which named arithmetic reproduces an engine's codes and scales bit for bit.
+
+Reads stored traces and the master weights; runs minite_kernels' quantizers on the engine's own
+captured input, so that what came from upstream plays no part. Invariant: a recipe is an answer only
+with its measured match rate, and the runner-up stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from minite_diag.canonical.names import STATIC, SequenceKey
+from minite_diag.canonical.scales import unsigned_zero
+from minite_diag.canonical.tokens import read_site
+from minite_diag.checkpoints import fused_group, read_tensor
+from minite_diag.compare import Side
+from minite_diag.plan import Plan
+from minite_diag.site import Site
+from minite_kernels.nvfp4.gemm import gemm
+from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.recipe import RECIPES, GemmRecipe, OperandRecipe, Recipe, Role
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+MAX_SITES: Final = 12
+MAX_ROWS: Final = 256
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of an engine's bytes one arithmetic reproduces; shares of 1."""
+
+    name: str
+    codes: float
+    scales: float
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """The smaller of both: 1.0 only if every byte is equal."""
+        return min(self.codes, self.scales)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer for one engine and one role: best, runner-up and every other match."""
+
+    engine: str
+    role: str
+    matches: tuple[Match, ...]
+    sites: tuple[str, ...]
+    operand: OperandRecipe | None = None
+    note: str = ""
+
+    @property
+    def best(self) -> Match:
+        """The arithmetic that reproduces most."""
+        return self.matches[0]
+
+    @property
+    def runner_up(self) -> Match | None:
+        """The next one that is a different arithmetic on this data."""
+        return next((m for m in self.matches[1:] if m.share < self.best.share), None)
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Other recipes that reproduce just as much: the data can't tell them apart."""
+        return tuple(m.name for m in self.matches[1:] if m.share == self.best.share)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One quantization that an engine did: its input [M, K], its global scale, its bytes."""
+
+    site: str
+    x: torch.Tensor
+    codes: torch.Tensor
+    block_scale: torch.Tensor
+    scale: dict[str, torch.Tensor]
+    """{"global_encode_scale" or "global_decode_scale": FP32} as the engine holds it."""
+    amax: torch.Tensor | None = None
+
+
+def operands(role: Role) -> dict[str, Recipe]:
+    """One recipe for each distinct arithmetic of a role; stochastic ones can't be reproduced."""
+    distinct: dict[OperandRecipe, Recipe] = {}
+    for recipe in RECIPES.values():
+        operand = recipe.operand(role)
+        if operand.rounding == "rne":
+            distinct.setdefault(operand, recipe)
+    return {recipe.name: recipe for recipe in distinct.values()}
+
+
+def search(plan: Plan, side: Side) -> list[Found]:
+    """Search weights and activations of one engine; an engine without codes gives nothing."""
+    found = []
+    roles: tuple[tuple[Role, list[Sample]], ...] = (
+        ("weight", list(weight_samples(plan, side))),
+        ("activation", list(activation_samples(side))),
+    )
+    for role, samples in roles:
+        if samples:
+            found.append(search_samples(side.trace.id, role, samples))
+    return found
+
+
+def search_samples(engine: str, role: Role, samples: list[Sample]) -> Found:
+    """Rank every named arithmetic by how much of the samples it reproduces."""
+    candidates = operands(role)
+    matches = [_match(name, recipe, role, samples) for name, recipe in candidates.items()]
+    best = max(matches, key=lambda m: m.share)
+    if best.share < 1.0:
+        variants = one_field_variants(candidates[best.name], role)
+        matches += [_match(name, recipe, role, samples) for name, recipe in variants.items()]
+        candidates |= variants
+    ranked = sorted(matches, key=lambda m: -m.share)
+    return Found(
+        engine,
+        role,
+        tuple(ranked),
+        tuple(sample.site for sample in samples),
+        candidates[ranked[0].name].operand(role),
+    )
+
+
+def one_field_variants(recipe: Recipe, role: Role) -> dict[str, Recipe]:
+    """The recipe with one field of its operand set to each value that any recipe uses."""
+    operand = recipe.operand(role)
+    values: dict[str, set[Any]] = {}
+    for other in RECIPES.values():
+        for field in OperandRecipe.__dataclass_fields__:
+            values.setdefault(field, set()).add(getattr(other.operand(role), field))
+    variants: dict[str, Recipe] = {}
+    for field, options in values.items():
+        for value in sorted(options - {getattr(operand, field)}, key=repr):
+            changed = replace(operand, **{field: value})
+            if changed.rounding == "rne":
+                variant = replace(recipe, **{role: changed})
+                variants[f"{recipe.name} with {field}={value!r}"] = variant
+    return variants
+
+
+def _match(name: str, recipe: Recipe, role: Role, samples: list[Sample]) -> Match:
+    codes = scales = code_count = scale_count = 0
+    for sample in samples:
+        made = _quantize(sample, recipe, role)
+        if made is None:
+            return Match(name, 0.0, 0.0, 0)
+        equal = unsigned_zero(made.codes) ^ unsigned_zero(sample.codes)
+        codes += int(((equal & 0x0F) == 0).sum()) + int(((equal & 0xF0) == 0).sum())
+        code_count += 2 * equal.numel()
+        same = made.block_scale.view(torch.uint8) == sample.block_scale.view(torch.uint8)
+        empty = (unsigned_zero(sample.codes).reshape(*same.shape, -1) == 0).all(-1)
+        scales += int((same | empty).sum())
+        scale_count += same.numel()
+    return Match(name, codes / code_count, scales / scale_count, code_count)
+
+
+def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
+    """With the recipe's own dynamic scale, or else the engine's captured one."""
+    scope = recipe.operand(role).amax_scope
+    try:
+        if scope == "static":
+            return quantize(sample.x, recipe, role=role, **sample.scale)
+        if scope == "tensor" and sample.amax is not None:
+            return quantize(sample.x, recipe, role=role, amax=sample.amax)
+        return quantize(sample.x, recipe, role=role)
+    except (ValueError, TypeError, RuntimeError):
+        # An arithmetic that refuses this tensor (its dtype, a device-only reciprocal) is no match.
+        return None
+
+
+def _global_scale(side: Side, key: SequenceKey, site: Site) -> dict[str, torch.Tensor]:
+    """The global scale in the engine's own direction: converting it would cost a rounding."""
+    pieces = side.sites.get(key, {}).get(site)
+    if not pieces:
+        return {}
+    native = pieces[0].ref.kind
+    if native.endswith("_encode_scale"):
+        part, trace = pieces[0].part, side.trace
+        raw = trace.read(pieces[0].ref)
+        if part.expert is not None and raw.dim():
+            raw = raw[part.expert]
+        return {"global_encode_scale": raw.float().reshape(-1)[:1].reshape(())}
+    scale = read_site(side.trace, pieces).tensor.float()
+    return {"global_decode_scale": scale.reshape(()) if scale.numel() == 1 else scale}
+
+
+def activation_samples(side: Side) -> Iterator[Sample]:
+    """Quantized activations of up to MAX_SITES linears, spread over the model."""
+    for key, site in _spread(side, "act_codes"):
+        parts = {
+            kind: side.read(key, Site(site.fqn, kind)) for kind in ("input", "act_block_scale")
+        }
+        codes = side.read(key, site)
+        x, block_scale = parts["input"], parts["act_block_scale"]
+        if x is None or block_scale is None or codes is None:
+            continue
+        if len(x.tensor) != len(codes.tensor):
+            continue
+        yield Sample(
+            site.fqn,
+            x.tensor,
+            codes.tensor,
+            block_scale.tensor,
+            _global_scale(side, key, Site(site.fqn, "act_global_decode_scale")),
+        )
+
+
+def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> Iterator[Sample]:
+    """Quantized weights with their master weight and group amax: `wanted`, or MAX_SITES spread."""
+    if plan.model.format.startswith("nvfp4"):
+        return
+    folder = Path(plan.model.path)
+    sites = wanted if wanted is not None else [s for _, s in _spread(side, "weight_codes")]
+    for site in sites:
+        codes, scale = (
+            side.read(STATIC, site),
+            side.read(STATIC, Site(site.fqn, "weight_block_scale")),
+        )
+        if codes is None or scale is None:
+            continue
+        weight = read_tensor(folder, f"{site.fqn}.weight")
+        amax = torch.stack(
+            [
+                read_tensor(folder, f"{name}.weight").abs().max().float()
+                for name in plan.quantized
+                if fused_group(name) == fused_group(site.fqn)
+            ]
+        ).max()
+        yield Sample(
+            site.fqn,
+            weight,
+            codes.tensor,
+            scale.tensor,
+            _global_scale(side, STATIC, Site(site.fqn, "weight_global_decode_scale")),
+            amax,
+        )
+
+
+def _spread(side: Side, kind: str) -> list[tuple[SequenceKey, Site]]:
+    """Up to MAX_SITES sites of a kind at even distances, each in the sequence it was seen in."""
+    seen: dict[Site, SequenceKey] = {}
+    for key, sites in side.sites.items():
+        for site in sites:
+            if site.kind == kind:
+                seen.setdefault(site, key)
+    every = list(seen)
+    step = max(1, len(every) // MAX_SITES)
+    return [(seen[site], site) for site in every[::step][:MAX_SITES]]
+
+
+def gemm_recipes() -> dict[str, GemmRecipe]:
+    """Distinct GEMM arithmetics, each named by the first recipe that has it."""
+    distinct: dict[GemmRecipe, str] = {}
+    for recipe in RECIPES.values():
+        distinct.setdefault(recipe.gemm, recipe.name)
+    return {name: recipe for recipe, name in distinct.items()}
+
+
+def search_gemm(plan: Plan, side: Side, activation: Found, weight: Found) -> Found | None:
+    """Which GEMM arithmetic turns the engine's own codes into the engine's own output bits.
+
+    None where no sampled linear shows codes, scales and a BF16 or FP32 output.
+    """
+    samples = list(activation_samples(side))
+    wanted = [Site(sample.site, "weight_codes") for sample in samples]
+    weights = {sample.site: sample for sample in weight_samples(plan, side, wanted)}
+    triples = [
+        (sample, weights[sample.site], output)
+        for sample in samples
+        if sample.site in weights and (output := _output(side, sample.site)) is not None
+    ]
+    if not triples or activation.operand is None or weight.operand is None:
+        return None
+    matches = []
+    for name, arithmetic in gemm_recipes().items():
+        recipe = replace(
+            RECIPES["te"], activation=activation.operand, weight=weight.operand, gemm=arithmetic
+        )
+        equal = count = 0
+        for a, b, output in triples:
+            made = _multiply(recipe, a, b, output.dtype)
+            equal += int((made == output).sum())
+            count += output.numel()
+        matches.append(Match(name, equal / count, 1.0, count))
+    ranked = tuple(sorted(matches, key=lambda m: -m.share))
+    return Found(side.trace.id, "gemm", ranked, tuple(b.site for _, b, _ in triples))
+
+
+def _output(side: Side, fqn: str) -> torch.Tensor | None:
+    for key in side.sites:
+        found = side.read(key, Site(fqn, "output"))
+        if found is not None:
+            return found.tensor
+    return None
+
+
+def _multiply(recipe: Recipe, a: Sample, b: Sample, dtype: torch.dtype) -> torch.Tensor:
+    """GEMM of the engine's bytes; the amax that some epilogues use comes from the tensors."""
+    left = _as_operand(recipe, "activation", a)
+    right = _as_operand(recipe, "weight", b)
+    return gemm(left, right, out_dtype=dtype)
+
+
+def _as_operand(recipe: Recipe, role: Role, sample: Sample) -> Nvfp4Tensor:
+    made = _quantize(sample, recipe, role)
+    assert made is not None
+    return replace(made, codes=sample.codes, block_scale=sample.block_scale)
