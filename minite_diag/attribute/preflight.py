@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 
+from minite_diag.canonical.names import SequenceKey
 from minite_diag.compare import Side
 from minite_diag.site import Site
 
@@ -173,8 +174,8 @@ def _with_logits(
     """Learner logits [T, V] float64 of the rows that have them, their tokens, the sampler's y."""
     logits, tokens, y = [], [], []
     for (mode, source, probe), group in rows.groupby(["mode", "source", "probe"], sort=False):
-        key = next((k for k in learner.sites if k == (mode, source, probe)), None)
-        found = learner.read(key, Site("lm_head", "logits")) if key is not None else None
+        key = SequenceKey(str(mode), str(source), str(probe))
+        found = learner.read(key, Site("lm_head", "logits"))
         if found is None or found.positions is None:
             continue
         index = {int(p): i for i, p in enumerate(found.positions)}

@@ -73,6 +73,14 @@ class Found:
 
 
 @dataclass(frozen=True)
+class HeldScale:
+    """A global scale, FP32, in the direction in which the engine holds it; the other is None."""
+
+    encode: torch.Tensor | None = None
+    decode: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Sample:
     """One quantization that an engine did: its input [M, K], its global scale, its bytes."""
 
@@ -80,8 +88,7 @@ class Sample:
     x: torch.Tensor
     codes: torch.Tensor
     block_scale: torch.Tensor
-    scale: dict[str, torch.Tensor]
-    """{"global_encode_scale" or "global_decode_scale": FP32} as the engine holds it."""
+    scale: HeldScale
     amax: torch.Tensor | None = None
 
 
@@ -139,9 +146,17 @@ def one_field_variants(recipe: Recipe, role: Role) -> dict[str, Recipe]:
         for value in sorted(options - {getattr(operand, field)}, key=repr):
             changed = replace(operand, **{field: value})
             if changed.rounding == "rne":
-                variant = replace(recipe, **{role: changed})
-                variants[f"{recipe.name} with {field}={value!r}"] = variant
+                name = f"{recipe.name} with {field}={value!r}"
+                variants[name] = _with_operand(recipe, role, changed)
     return variants
+
+
+def _with_operand(recipe: Recipe, role: Role, operand: OperandRecipe) -> Recipe:
+    if role == "weight":
+        return replace(recipe, weight=operand)
+    if role == "activation":
+        return replace(recipe, activation=operand)
+    return replace(recipe, gradient=operand)
 
 
 def _match(name: str, recipe: Recipe, role: Role, samples: list[Sample]) -> Match:
@@ -165,7 +180,13 @@ def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
     scope = recipe.operand(role).amax_scope
     try:
         if scope == "static":
-            return quantize(sample.x, recipe, role=role, **sample.scale)
+            return quantize(
+                sample.x,
+                recipe,
+                role=role,
+                global_encode_scale=sample.scale.encode,
+                global_decode_scale=sample.scale.decode,
+            )
         if scope == "tensor" and sample.amax is not None:
             return quantize(sample.x, recipe, role=role, amax=sample.amax)
         return quantize(sample.x, recipe, role=role)
@@ -174,20 +195,20 @@ def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
         return None
 
 
-def _global_scale(side: Side, key: SequenceKey, site: Site) -> dict[str, torch.Tensor]:
+def _global_scale(side: Side, key: SequenceKey, site: Site) -> HeldScale:
     """The global scale in the engine's own direction: converting it would cost a rounding."""
     pieces = side.sites.get(key, {}).get(site)
     if not pieces:
-        return {}
+        return HeldScale()
     native = pieces[0].ref.kind
     if native.endswith("_encode_scale"):
         part, trace = pieces[0].part, side.trace
         raw = trace.read(pieces[0].ref)
         if part.expert is not None and raw.dim():
             raw = raw[part.expert]
-        return {"global_encode_scale": raw.float().reshape(-1)[:1].reshape(())}
+        return HeldScale(encode=raw.float().reshape(-1)[:1].reshape(()))
     scale = read_site(side.trace, pieces).tensor.float()
-    return {"global_decode_scale": scale.reshape(()) if scale.numel() == 1 else scale}
+    return HeldScale(decode=scale.reshape(()) if scale.numel() == 1 else scale)
 
 
 def activation_samples(side: Side) -> Iterator[Sample]:
