@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cached_property
@@ -191,6 +192,10 @@ def load_errors(models, tmp_path_factory):
     config["architectures"] = ["NobodysForCausalLM"]
     (unknown / "config.json").write_text(json.dumps(config))
     model = models["llama", "bfloat16"]
+    truncated = root / "truncated"
+    shutil.copytree(model, truncated)
+    weights = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     jobs = {
         "architecture": make_job(unknown, root, "bfloat16"),
         "missing": make_job(root / "nowhere", root, "bfloat16"),
@@ -198,6 +203,7 @@ def load_errors(models, tmp_path_factory):
         "recipe": make_job(model, root, "bfloat16", nvfp4_recipe="te"),
         "pointless": make_job(model, root, "bfloat16", nvfp4_recipe=MODELLED),
         "format": make_job(model, root, "bfloat16", format="nvfp4-modelopt"),
+        "truncated": make_job(truncated, root, "bfloat16"),
     }
     out = root / "out"
     return start({"jobs": jobs, "out": str(out)}, root, "errors").results

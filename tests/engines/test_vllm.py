@@ -336,6 +336,7 @@ def test_bad_requests_are_errors_and_the_engine_goes_on(runs):
         ("recipe", "UsageError", "nvfp4_recipe=te"),
         ("pointless", "UsageError", "bf16 checkpoint"),
         ("format", "EngineError", "nvfp4-modelopt"),
+        ("truncated", "EngineError", "truncated: SafetensorError"),
     ],
 )
 def test_what_cannot_load_says_why(load_errors, case, kind, words):

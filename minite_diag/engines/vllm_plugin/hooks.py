@@ -240,7 +240,7 @@ class Observer:
 
         def watched_emulation(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             values, block_scale = emulated(x, *args, **kwargs)
-            if self.recorder.active:
+            if self.recorder.active and self._wants_codes():
                 self._saw_codes(pack_e2m1(values), block_scale.to(torch.float8_e4m3fn))
             return values, block_scale
 
@@ -252,6 +252,12 @@ class Observer:
 
         emulation.ref_nvfp4_quant = watched_emulation
         modelled.quantize_activation = watched_model
+
+    def _wants_codes(self) -> bool:
+        # Without a site the experts are running: which one isn't known yet.
+        return self._site is None or any(
+            self.recorder.wants(self._site, kind) for kind in ("act_codes", "act_block_scale")
+        )
 
     def _saw_codes(self, codes: torch.Tensor, block_scale: torch.Tensor) -> None:
         self._quantized = (codes, block_scale)
