@@ -66,7 +66,7 @@ ElementScale = Literal[
     "(x*S)/s",
     "x * (1/s)",
 ]
-Dequantize = Literal["q*((s*A)*(1/Q))", "q*(s*g)", "q*(s/S)", "q*s"]
+Dequantize = Literal["q*((s*A)*(1/Q))", "q*(s*g)", "q*(s/S)", "q*(s*rcp(S))", "q*s"]
 Alpha = Literal[
     "((A_a*A_b)*(1/((36*F_a)*F_b)))",
     "(A_a*A_b)/((36*F_a)*F_b)",
@@ -120,8 +120,6 @@ class OperandRecipe:
     zero_guard_value: float = 0.0
     #: Rounds the element scale; ``bfloat16_if_input`` only for BF16 x.
     element_scale_dtype: Literal["float32", "bfloat16_if_input"] = "float32"
-    #: Rounds x * element_scale once more before the E2M1 cast.
-    scaled_dtype: Literal["float32", "bfloat16"] = "float32"
     four_over_six: FourOverSix | None = None
     rounding: Literal["rne", "stochastic"] = "rne"
     ties: Ties = "even"
@@ -314,8 +312,14 @@ _VLLM_EMULATION: Final = replace(
     nan_amax="propagate",
     dequantize="q*(s/S)",
 )
+# Triton's `/` is div.full.f32: measured on an H200 to be a * rcp.approx(b), 0 of 2^22 pairs differing.
 _VLLM_TRITON: Final = replace(
-    _VLLM_EMULATION, element_scale="x * (S/s)", zero_guard="s", zero_guard_value=0.0
+    _VLLM_EMULATION,
+    element_scale="x * (rcp(s)*S)",
+    reciprocal="rcp_approx",
+    zero_guard="s",
+    zero_guard_value=0.0,
+    dequantize="q*(s*rcp(S))",
 )
 
 

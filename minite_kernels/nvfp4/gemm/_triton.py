@@ -372,7 +372,11 @@ def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
         launch_packed(a_MK, words, scales, out, epilogue, configs.packed_config(m))
     else:
         launch_decoded(
-            a_MK, b.layout("decoded_fp16", decode_values), out, epilogue, configs.DECODED
+            a_MK,
+            b.layout("decoded_fp16", decode_values),
+            out,
+            epilogue,
+            configs.decoded_config(out.element_size() > 2),
         )
     return out
 

@@ -35,9 +35,11 @@ class DecodedConfig:
 
 #: Rows up to which packed weights are read, once for each 16 (or 64) rows.
 PACKED_MAX_ROWS: Final = 128
-PACKED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=4)
+PACKED_SMALL: Final = PackedConfig(rows=16, columns=32, swap=True, num_warps=2, num_stages=3)
 PACKED_MEDIUM: Final = PackedConfig(rows=64, columns=64, swap=True, num_warps=4, num_stages=4)
 DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
+#: FP32 output: the tile above would not fit shared memory on its way out.
+DECODED_FLOAT32: Final = DecodedConfig(rows=128, columns=128, k=64, num_warps=8, num_stages=4)
 GROUPED_DECODED: Final = DecodedConfig(rows=128, columns=128, k=64, num_warps=8, num_stages=4)
 #: Average rows an expert from which grouped GEMMs decode their weights first.
 GROUPED_DECODE_ROWS: Final = 64
@@ -50,6 +52,11 @@ GROUP_ROWS: Final = 8
 def packed_config(rows: int) -> PackedConfig:
     """Tile for a number of rows (of one expert, in grouped GEMMs)."""
     return PACKED_SMALL if rows <= 16 else PACKED_MEDIUM
+
+
+def decoded_config(wide_output: bool) -> DecodedConfig:
+    """Tile for a 2-byte or, ``wide_output``, a 4-byte output dtype."""
+    return DECODED_FLOAT32 if wide_output else DECODED
 
 
 def slice_columns(k: int) -> int | None:

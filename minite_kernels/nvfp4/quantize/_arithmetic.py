@@ -154,5 +154,6 @@ DEQUANTIZE: Final[dict[str, Callable[[Fp32, Tensor, Tensor, Tensor, Tensor, floa
     "q*((s*A)*(1/Q))": lambda fp, s, A, S, g, Q: fp.mul(fp.mul(s, A), fp.div(1.0, _like(s, Q))),
     "q*(s*g)": lambda fp, s, A, S, g, Q: fp.mul(s, g),
     "q*(s/S)": lambda fp, s, A, S, g, Q: fp.div(s, S),
+    "q*(s*rcp(S))": lambda fp, s, A, S, g, Q: fp.mul(s, fp.rcp(S)),
     "q*s": lambda fp, s, A, S, g, Q: s,
 }

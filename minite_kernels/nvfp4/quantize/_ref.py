@@ -148,10 +148,8 @@ def scale_elements(
     x = x_MB16.to(torch.float32)
     if operand.element_scale in QUOTIENTS:
         encode, decode = scale.encode[..., None], scale.decode[..., None]
-        y = QUOTIENTS[operand.element_scale](fp, x, s[..., None], encode, decode)
-    else:
-        y = fp.mul(x, element_factor(operand, fp, s, b, scale, x_MB16.dtype)[..., None])
-    return y.to(torch.bfloat16).to(torch.float32) if operand.scaled_dtype == "bfloat16" else y
+        return QUOTIENTS[operand.element_scale](fp, x, s[..., None], encode, decode)
+    return fp.mul(x, element_factor(operand, fp, s, b, scale, x_MB16.dtype)[..., None])
 
 
 def element_factor(

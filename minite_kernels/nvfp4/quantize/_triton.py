@@ -87,8 +87,10 @@ def _quantize_blocks(
     t = tl.where(t > 448.0, 448.0, t)
     s8 = t.to(tl.float8e4nv)
     s = s8.to(tl.float32)
+    # As bits: compiled as a comparison of FP16 pairs, s == 0 was wrong on an H200 for FP32 x.
+    s_is_zero = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
     if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
-        s = tl.where(s == 0, ZERO_BLOCK, s)
+        s = tl.where(s_is_zero, ZERO_BLOCK, s)
         s8 = s.to(tl.float8e4nv)
     if UNROUNDED:
         s = t
@@ -98,7 +100,7 @@ def _quantize_blocks(
     else:
         f = _factor(s, b, S, g, ELEMENT_SCALE, APPROX)
         if ZERO_GUARD == "s":
-            f = tl.where(s == 0, ZERO_GUARD_VALUE, f)
+            f = tl.where(s_is_zero, ZERO_GUARD_VALUE, f)
         elif ZERO_GUARD == "b":
             f = tl.where(b == 0, ZERO_GUARD_VALUE, f)
         elif ZERO_GUARD == "product":
@@ -388,10 +390,7 @@ def _launch(
     m, k = x_MK.shape
     if m == 0 or k == 0:
         return
-    if x_MK.stride(1) != 1:
-        config = configs.TRANSPOSED
-    else:
-        config = configs.TILE_16X16 if operand.tile[0] > 1 else configs.TILE
+    config = configs.tile_config(x_MK.stride(1) == 1, operand.tile[0] > 1, values)
     grid = (triton.cdiv(m, config.rows) * triton.cdiv(k, config.columns),)
     _quantize_kernel[grid](
         x_MK,
@@ -447,7 +446,7 @@ def _launch_tokens(
             KP=padded,
             NAN_SPREADS=operand.nan_amax == "propagate",
             RECIPE=recipe_constants(operand, x_MK.dtype),
-            num_warps=configs.TOKEN_NUM_WARPS if padded <= 8192 else 8,
+            num_warps=configs.TOKEN_NUM_WARPS if padded <= 4096 else 8,
             **_global_constants(operand),
             **unfused(),
         )

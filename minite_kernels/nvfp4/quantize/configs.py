@@ -15,13 +15,27 @@ class QuantizeConfig:
     num_warps: int
 
 
-TILE: Final = QuantizeConfig(rows=8, columns=256, num_warps=4)
+TILE: Final = QuantizeConfig(rows=8, columns=256, num_warps=2)
+#: Decoded FP16 values, twice the bytes of x's codes.
+VALUES: Final = QuantizeConfig(rows=8, columns=256, num_warps=4)
 #: x whose rows are contiguous in memory, as the transposes of backward are.
-TRANSPOSED: Final = QuantizeConfig(rows=64, columns=64, num_warps=4)
+TRANSPOSED: Final = QuantizeConfig(rows=128, columns=32, num_warps=4)
 TILE_16X16: Final = QuantizeConfig(rows=16, columns=128, num_warps=4)
 #: Whole rows: the token's amax and its codes from one read.
-TOKEN_ELEMENTS: Final = 4096
-TOKEN_NUM_WARPS: Final = 4
+TOKEN_ELEMENTS: Final = 2048
+TOKEN_NUM_WARPS: Final = 2
 #: Widest row that one program holds; wider rows take two passes.
 TOKEN_MAX_COLUMNS: Final = 16384
 AMAX_ELEMENTS: Final = 8192
+#: Tokens by columns of a program that quantizes along tokens: one block of 16 each.
+ALONG_TOKENS_COLUMNS: Final = 256
+ALONG_TOKENS_NUM_WARPS: Final = 4
+
+
+def tile_config(rows_contiguous: bool, tile_2d: bool, values: bool) -> QuantizeConfig:
+    """Tile for x in row-major order or transposed, with 16x16 blocks, or into decoded values."""
+    if not rows_contiguous:
+        return TRANSPOSED
+    if tile_2d:
+        return TILE_16X16
+    return VALUES if values else TILE

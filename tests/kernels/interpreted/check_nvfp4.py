@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import interpreter
+import interpreter  # noqa: F401
 import pytest
 import torch
 from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
