@@ -8,14 +8,14 @@ with its measured match rate, and the runner-up stands beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from minite_diag.canonical.names import STATIC, SequenceKey
-from minite_diag.canonical.scales import unsigned_zero
+from minite_diag.canonical.scales import unpack, unsigned_zero
 from minite_diag.canonical.tokens import read_site
 from minite_diag.checkpoints import fused_group, read_tensor
 from minite_diag.compare import Side
@@ -32,44 +32,27 @@ MAX_ROWS: Final = 256
 
 @dataclass(frozen=True)
 class Match:
-    """How much of an engine's bytes one arithmetic reproduces; shares of 1."""
+    """How much of an engine's bytes one arithmetic reproduces; shares of 1.
+
+    `globals` is the share of tensors whose global scale it predicts from the data: 0 for a static
+    scale, which is taken from the engine and proves nothing.
+    """
 
     name: str
     codes: float
     scales: float
+    globals: float
     elements: int
 
     @property
     def share(self) -> float:
-        """The smaller of both: 1.0 only if every byte is equal."""
+        """The smaller of codes and scales: 1.0 only if every byte is equal."""
         return min(self.codes, self.scales)
 
-
-@dataclass(frozen=True)
-class Found:
-    """The answer for one engine and one role: best, runner-up and every other match."""
-
-    engine: str
-    role: str
-    matches: tuple[Match, ...]
-    sites: tuple[str, ...]
-    operand: OperandRecipe | None = None
-    note: str = ""
-
     @property
-    def best(self) -> Match:
-        """The arithmetic that reproduces most."""
-        return self.matches[0]
-
-    @property
-    def runner_up(self) -> Match | None:
-        """The next one that is a different arithmetic on this data."""
-        return next((m for m in self.matches[1:] if m.share < self.best.share), None)
-
-    @property
-    def ties(self) -> tuple[str, ...]:
-        """Other recipes that reproduce just as much: the data can't tell them apart."""
-        return tuple(m.name for m in self.matches[1:] if m.share == self.best.share)
+    def rank(self) -> tuple[float, float]:
+        """Bytes first, then whether the global scale was predicted too."""
+        return (self.share, self.globals)
 
 
 @dataclass(frozen=True)
@@ -90,6 +73,32 @@ class Sample:
     block_scale: torch.Tensor
     scale: HeldScale
     amax: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer for one engine and one role: best, runner-up and every other match."""
+
+    engine: str
+    role: Role | Literal["gemm"]
+    matches: tuple[Match, ...]
+    samples: tuple[Sample, ...]
+    candidates: dict[str, Recipe] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Match:
+        """The arithmetic that reproduces most."""
+        return self.matches[0]
+
+    @property
+    def runner_up(self) -> Match | None:
+        """The next one that is a different arithmetic on this data."""
+        return next((m for m in self.matches if m.rank < self.best.rank), None)
+
+    @property
+    def ties(self) -> tuple[str, ...]:
+        """Other recipes that reproduce just as much: the data can't tell them apart."""
+        return tuple(m.name for m in self.matches[1:] if m.rank == self.best.rank)
 
 
 def operands(role: Role) -> dict[str, Recipe]:
@@ -119,19 +128,13 @@ def search_samples(engine: str, role: Role, samples: list[Sample]) -> Found:
     """Rank every named arithmetic by how much of the samples it reproduces."""
     candidates = operands(role)
     matches = [_match(name, recipe, role, samples) for name, recipe in candidates.items()]
-    best = max(matches, key=lambda m: m.share)
+    best = max(matches, key=lambda m: m.rank)
     if best.share < 1.0:
         variants = one_field_variants(candidates[best.name], role)
         matches += [_match(name, recipe, role, samples) for name, recipe in variants.items()]
         candidates |= variants
-    ranked = sorted(matches, key=lambda m: -m.share)
-    return Found(
-        engine,
-        role,
-        tuple(ranked),
-        tuple(sample.site for sample in samples),
-        candidates[ranked[0].name].operand(role),
-    )
+    ranked = sorted(matches, key=lambda m: m.rank, reverse=True)
+    return Found(engine, role, tuple(ranked), tuple(samples), candidates)
 
 
 def one_field_variants(recipe: Recipe, role: Role) -> dict[str, Recipe]:
@@ -139,16 +142,40 @@ def one_field_variants(recipe: Recipe, role: Role) -> dict[str, Recipe]:
     operand = recipe.operand(role)
     values: dict[str, set[Any]] = {}
     for other in RECIPES.values():
-        for field in OperandRecipe.__dataclass_fields__:
-            values.setdefault(field, set()).add(getattr(other.operand(role), field))
+        for name in OperandRecipe.__dataclass_fields__:
+            values.setdefault(name, set()).add(getattr(other.operand(role), name))
     variants: dict[str, Recipe] = {}
-    for field, options in values.items():
-        for value in sorted(options - {getattr(operand, field)}, key=repr):
-            changed = replace(operand, **{field: value})
+    for name, options in values.items():
+        for value in sorted(options - {getattr(operand, name)}, key=repr):
+            changed = replace(operand, **{name: value})
             if changed.rounding == "rne":
-                name = f"{recipe.name} with {field}={value!r}"
-                variants[name] = _with_operand(recipe, role, changed)
+                label = f"{recipe.name} with {name}={value!r}"
+                variants[label] = _with_operand(recipe, role, changed)
     return variants
+
+
+def field_effect(
+    samples: tuple[Sample, ...], recipe: Recipe, role: str, name: str, value: Any
+) -> tuple[float, float]:
+    """Shares of codes and of block scales that change if one field of `recipe` becomes `value`.
+
+    Measured on the samples' own inputs, with their held scale where the changed field asks for it.
+    """
+    assert role != "gemm"
+    kind: Role = "weight" if role == "weight" else "activation"
+    changed = _with_operand(recipe, kind, replace(recipe.operand(kind), **{name: value}))
+    different = []
+    for sample in samples:
+        before, after = _quantize(sample, recipe, kind), _quantize(sample, changed, kind)
+        if before is None or after is None:
+            continue
+        a, b = unpack(unsigned_zero(before.codes)), unpack(unsigned_zero(after.codes))
+        scales = before.block_scale.view(torch.uint8) != after.block_scale.view(torch.uint8)
+        different.append((float((a != b).double().mean()), float(scales.double().mean())))
+    if not different:
+        return 0.0, 0.0
+    codes, scales_changed = zip(*different, strict=True)
+    return sum(codes) / len(codes), sum(scales_changed) / len(scales_changed)
 
 
 def _with_operand(recipe: Recipe, role: Role, operand: OperandRecipe) -> Recipe:
@@ -160,11 +187,11 @@ def _with_operand(recipe: Recipe, role: Role, operand: OperandRecipe) -> Recipe:
 
 
 def _match(name: str, recipe: Recipe, role: Role, samples: list[Sample]) -> Match:
-    codes = scales = code_count = scale_count = 0
+    codes = scales = code_count = scale_count = predicted = 0
     for sample in samples:
         made = _quantize(sample, recipe, role)
         if made is None:
-            return Match(name, 0.0, 0.0, 0)
+            return Match(name, 0.0, 0.0, 0.0, 0)
         equal = unsigned_zero(made.codes) ^ unsigned_zero(sample.codes)
         codes += int(((equal & 0x0F) == 0).sum()) + int(((equal & 0xF0) == 0).sum())
         code_count += 2 * equal.numel()
@@ -172,7 +199,17 @@ def _match(name: str, recipe: Recipe, role: Role, samples: list[Sample]) -> Matc
         empty = (unsigned_zero(sample.codes).reshape(*same.shape, -1) == 0).all(-1)
         scales += int((same | empty).sum())
         scale_count += same.numel()
-    return Match(name, codes / code_count, scales / scale_count, code_count)
+        if recipe.operand(role).amax_scope != "static":
+            predicted += _predicts_global_scale(made, sample.scale)
+    return Match(
+        name, codes / code_count, scales / scale_count, predicted / len(samples), code_count
+    )
+
+
+def _predicts_global_scale(made: Nvfp4Tensor, held: HeldScale) -> bool:
+    if held.encode is not None:
+        return torch.equal(made.global_encode_scale, held.encode)
+    return held.decode is not None and torch.equal(made.global_decode_scale, held.decode)
 
 
 def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
@@ -296,21 +333,21 @@ def search_gemm(plan: Plan, side: Side, activation: Found, weight: Found) -> Fou
         for sample in samples
         if sample.site in weights and (output := _output(side, sample.site)) is not None
     ]
-    if not triples or activation.operand is None or weight.operand is None:
+    if not triples:
         return None
+    left = activation.candidates[activation.best.name].activation
+    right = weight.candidates[weight.best.name].weight
     matches = []
     for name, arithmetic in gemm_recipes().items():
-        recipe = replace(
-            RECIPES["te"], activation=activation.operand, weight=weight.operand, gemm=arithmetic
-        )
+        recipe = replace(RECIPES["te"], activation=left, weight=right, gemm=arithmetic)
         equal = count = 0
         for a, b, output in triples:
             made = _multiply(recipe, a, b, output.dtype)
             equal += int((made == output).sum())
             count += output.numel()
-        matches.append(Match(name, equal / count, 1.0, count))
-    ranked = tuple(sorted(matches, key=lambda m: -m.share))
-    return Found(side.trace.id, "gemm", ranked, tuple(b.site for _, b, _ in triples))
+        matches.append(Match(name, equal / count, 1.0, 0.0, count))
+    ranked = tuple(sorted(matches, key=lambda m: m.rank, reverse=True))
+    return Found(side.trace.id, "gemm", ranked, tuple(b for _, b, _ in triples))
 
 
 def _output(side: Side, fqn: str) -> torch.Tensor | None:

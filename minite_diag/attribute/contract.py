@@ -1,0 +1,268 @@
+"""Contract diff: what learner and sampler each compute in a quantized linear, field by field.
+
+Both sides' arithmetic is found by recipe search on their own bytes; the cause is what differs
+between the two recipes, and what the static scales do to the activations that really came.
+Invariant: fields are compared only between recipes that reproduce their engine's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import pandas as pd
+import torch
+
+from minite_diag.attribute.causes import GEMM_FIELDS, RECIPE_FIELDS
+from minite_diag.attribute.finding import Finding
+from minite_diag.attribute.recipes import (
+    Found,
+    Match,
+    Sample,
+    activation_samples,
+    field_effect,
+    search,
+    search_gemm,
+)
+from minite_diag.compare import Side
+from minite_diag.plan import Plan
+from minite_kernels.nvfp4.recipe import RECIPES, GemmRecipe, OperandRecipe
+
+MIN_SHARE: Final = 0.999
+"""A recipe that reproduces less than this is not an answer."""
+SATURATED: Final = 1e-3
+"""Share of values beyond the largest that a static scale can hold."""
+E2M1_E4M3_MAX: Final = 6.0 * 448.0
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one engine was found to compute; None where it shows no codes."""
+
+    engine: str
+    basis: str
+    weight: Found | None
+    activation: Found | None
+    gemm: Found | None
+
+
+def read_contract(plan: Plan, side: Side) -> Contract:
+    """Search the recipes of one engine."""
+    found = {item.role: item for item in search(plan, side)}
+    weight, activation = found.get("weight"), found.get("activation")
+    gemm = search_gemm(plan, side, activation, weight) if weight and activation else None
+    return Contract(side.trace.id, _basis(side), weight, activation, gemm)
+
+
+def _basis(side: Side) -> str:
+    statuses = {item.status for item in side.trace.evidence if item.op.startswith("nvfp4")}
+    order = ("modelled", "replaced", "emulated", "native")
+    return next((status for status in order if status in statuses), "native")
+
+
+def contract_findings(
+    plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame
+) -> tuple[list[Finding], list[Contract]]:
+    """Causes in the quantized linears of a pair; `rows` are the pair's comparison rows."""
+    mine, theirs = read_contract(plan, learner), read_contract(plan, sampler)
+    basis = _least_native(mine.basis, theirs.basis)
+    findings = [
+        *_operand_findings("weight", mine.weight, theirs.weight, rows, basis),
+        *_operand_findings("activation", mine.activation, theirs.activation, rows, basis),
+        *_gemm_findings(mine.gemm, theirs.gemm, basis),
+        *_weight_only(mine, theirs),
+        *static_scale_findings(sampler),
+    ]
+    return findings, [mine, theirs]
+
+
+def _least_native(*statuses: str) -> str:
+    order = ("modelled", "replaced", "emulated", "native")
+    return min(statuses, key=order.index)
+
+
+def _tied(found: Found) -> list[Match]:
+    return [match for match in found.matches if match.rank == found.best.rank]
+
+
+def _operand_findings(
+    role: str, mine: Found | None, theirs: Found | None, rows: pd.DataFrame, basis: str
+) -> Iterator[Finding]:
+    if mine is None or theirs is None:
+        return
+    for found in (mine, theirs):
+        if found.best.share < MIN_SHARE:
+            yield Finding(
+                "MD199",
+                f"{found.engine} {role}",
+                f"no known arithmetic reproduces the {role} codes of {found.engine}: the nearest, "
+                f"{found.best.name}, gives {found.best.codes:.2%} of the codes and "
+                f"{found.best.scales:.2%} of the scales",
+                {
+                    "nearest": found.best.name,
+                    "codes": found.best.codes,
+                    "scales": found.best.scales,
+                },
+                "measured",
+                basis,
+            )
+    if min(mine.best.share, theirs.best.share) < MIN_SHARE:
+        return
+    (name_a, a), (name_b, b) = closest(mine, theirs, role)
+    prefix = "weight" if role == "weight" else "act"
+    shared = {
+        "learner_recipe": name_a,
+        "sampler_recipe": name_b,
+        "code_mismatch_rate": _mean(rows, f"{prefix}_codes"),
+        "scale_mismatch_rate": _mean(rows, f"{prefix}_block_scale"),
+        "learner_ties": list(mine.ties),
+        "sampler_ties": list(theirs.ties),
+    }
+    differing = differing_fields(a, b)
+    effects = {
+        name: field_effect(theirs.samples, mine.candidates[name_a], theirs.role, name, value)
+        for name, _, value in differing
+    }
+    inert = [name for name, (codes, scales) in effects.items() if not codes and not scales]
+    for name, x, y in sorted(differing, key=lambda d: -sum(effects[d[0]])):
+        codes, scales = effects[name]
+        if name in inert:
+            continue
+        yield Finding(
+            RECIPE_FIELDS[name],
+            f"{role} quantizer",
+            f"{name.replace('_', ' ')} of the {role}: learner {_say(x)}, sampler {_say(y)}; "
+            f"by itself it changes {codes:.3%} of the codes and {scales:.3%} of the block scales",
+            shared
+            | {
+                "field": name,
+                "learner": str(x),
+                "sampler": str(y),
+                "codes_changed": codes,
+                "scales_changed": scales,
+                "fields_without_effect_here": inert,
+            },
+            "proved",
+            basis,
+        )
+
+
+def _say(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _mean(rows: pd.DataFrame, kind: str) -> float | None:
+    values = rows[(rows["kind"] == kind) & (rows["status"] == "compared")]["mismatch_rate"]
+    values = values.dropna()
+    return float(values.mean()) if len(values) else None
+
+
+def closest(
+    mine: Found, theirs: Found, role: str
+) -> tuple[tuple[str, OperandRecipe], tuple[str, OperandRecipe]]:
+    """Of the arithmetics that the data can't tell apart, the two that differ least."""
+
+    def operand(found: Found, name: str) -> OperandRecipe:
+        recipe = found.candidates[name]
+        return recipe.weight if role == "weight" else recipe.activation
+
+    pairs = [
+        ((m.name, operand(mine, m.name)), (t.name, operand(theirs, t.name)))
+        for m in _tied(mine)
+        for t in _tied(theirs)
+    ]
+    return min(pairs, key=lambda pair: len(differing_fields(pair[0][1], pair[1][1])))
+
+
+def differing_fields(a: OperandRecipe, b: OperandRecipe) -> list[tuple[str, Any, Any]]:
+    """Fields that change bytes and differ; `dequantize` belongs to the GEMM."""
+    return [
+        (f.name, getattr(a, f.name), getattr(b, f.name))
+        for f in fields(OperandRecipe)
+        if f.name in RECIPE_FIELDS and getattr(a, f.name) != getattr(b, f.name)
+    ]
+
+
+def _gemm_findings(mine: Found | None, theirs: Found | None, basis: str) -> Iterator[Finding]:
+    if mine is None or theirs is None:
+        return
+    pairs = [(a, b) for a in _tied(mine) for b in _tied(theirs)]
+
+    def recipe(match: Match) -> GemmRecipe:
+        return RECIPES[match.name].gemm
+
+    def differing(pair: tuple[Match, Match]) -> list[str]:
+        return [
+            n for n in GEMM_FIELDS if getattr(recipe(pair[0]), n) != getattr(recipe(pair[1]), n)
+        ]
+
+    a, b = min(pairs, key=lambda pair: len(differing(pair)))
+    names = differing((a, b))
+    if "operands" in names:
+        # Dequantized operands carry their scales, so alpha and double rounding don't apply.
+        names = ["operands"]
+    cross = next((m.codes for m in theirs.matches if m.name == a.name), None)
+    for name in names:
+        x, y = getattr(recipe(a), name), getattr(recipe(b), name)
+        yield Finding(
+            GEMM_FIELDS[name],
+            "GEMM of quantized linears",
+            f"{name} of the GEMM: learner {x}, sampler {y}",
+            {
+                "learner_recipe": a.name,
+                "learner_bits_reproduced": a.codes,
+                "sampler_recipe": b.name,
+                "sampler_bits_reproduced": b.codes,
+                "sampler_bits_under_learner_recipe": cross,
+            },
+            "proved" if min(a.codes, b.codes) >= MIN_SHARE else "measured",
+            basis,
+        )
+
+
+def _weight_only(mine: Contract, theirs: Contract) -> Iterator[Finding]:
+    for one, other in ((mine, theirs), (theirs, mine)):
+        if one.weight is not None and one.activation is None and other.activation is not None:
+            yield Finding(
+                "MD115",
+                f"{one.engine} linears",
+                f"{one.engine} holds NVFP4 weights and shows no quantized activation, "
+                f"{other.engine} quantizes both",
+                {},
+                "measured",
+                one.basis,
+            )
+
+
+def static_scale_findings(side: Side) -> Iterator[Finding]:
+    """Static activation scales that clip what came, or leave most of the range unused."""
+    ratios: dict[str, float] = {}
+    clipped: dict[str, float] = {}
+    for sample in activation_samples(side):
+        limit = _limit(sample)
+        if limit is None:
+            continue
+        magnitude = sample.x.float().abs()
+        ratios[sample.site] = float(magnitude.max()) / limit
+        clipped[sample.site] = float((magnitude > limit).double().mean())
+    worst = max(clipped, key=lambda site: clipped[site], default=None)
+    if worst is not None and clipped[worst] > SATURATED:
+        yield Finding(
+            "MD112",
+            worst,
+            f"{clipped[worst]:.2%} of the input of {worst} exceeds what its static scale holds "
+            f"({ratios[worst]:.2f}x)",
+            {"clipped": clipped[worst], "amax_over_limit": ratios[worst], "sites": len(ratios)},
+            "measured",
+        )
+
+
+def _limit(sample: Sample) -> float | None:
+    """Largest magnitude that a per-tensor scale can hold: 6 * 448 / S."""
+    encode, decode = sample.scale.encode, sample.scale.decode
+    if encode is not None:
+        return E2M1_E4M3_MAX / float(encode) if float(encode) else None
+    if decode is None or decode.numel() != 1:
+        return None
+    return E2M1_E4M3_MAX * float(torch.as_tensor(decode))
