@@ -97,6 +97,9 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was cut.")] = None,
     gate: Annotated[str | None, typer.Option(help="Judge the run by this profile.")] = None,
+    no_attribute: Annotated[
+        bool, typer.Option("--no-attribute", help="Leave out the search for causes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     show_config: Annotated[
@@ -139,8 +142,47 @@ def compare(
             run = flow.prepare(request, out)
         else:
             run = resume
-        summary = flow.finish(run, resume=resume is not None, profile=gate)
+        summary = flow.finish(
+            run, resume=resume is not None, profile=gate, attribute=not no_attribute
+        )
         _emit(summary, as_json)
+
+
+@app.command()
+def attribute(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Run the engines again: legs, local errors, causal shares."),
+    ] = False,
+    budget: Annotated[
+        int | None, typer.Option(min=1, help="Bound of forward passes with --live.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Say where the gap of a stored run is born and why, with cause codes."""
+    with _errors(as_json):
+        from minite_diag.compare_command import CompareFlow
+
+        found = CompareFlow(_stderr(), quiet=quiet).attribute(run, live=live, budget=budget)
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+
+
+@app.command()
+def explain(
+    code: Annotated[str | None, typer.Argument(help="Cause code, such as MD102.")] = None,
+) -> None:
+    """What a cause is, how to confirm it, how to fix it; without a code, list all."""
+    with _errors(False):
+        from minite_diag.attribute.causes import CAUSES, page
+
+        if code is None:
+            for cause in CAUSES.values():
+                typer.echo(f"{cause.code}  {cause.title}")
+        else:
+            typer.echo(page(code).rstrip())
 
 
 @app.command()

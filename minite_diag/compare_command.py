@@ -39,8 +39,10 @@ class CompareFlow:
         )
         return run
 
-    def finish(self, run: Path, *, resume: bool, profile: str | None) -> dict[str, Any]:
-        """Capture what is missing, compare, summarize; returns the summary object."""
+    def finish(
+        self, run: Path, *, resume: bool, profile: str | None, attribute: bool
+    ) -> dict[str, Any]:
+        """Capture what is missing, compare, attribute, summarize; returns the summary object."""
         from minite_diag.compare import compare
         from minite_diag.gate import check_gate, with_gate
         from minite_diag.report.html import write_report
@@ -52,6 +54,9 @@ class CompareFlow:
             self._say_result(result)
         self.say("comparing")
         compare(run)
+        if attribute:
+            self.say("searching for causes")
+            self._attribute(run, live=False, budget=None)
         summary = summarize(run)
         if profile is not None:
             summary = with_gate(summary, check_gate(run, summary, profile, {}))
@@ -59,12 +64,30 @@ class CompareFlow:
         print_summary(summary, self.console)
         return summary
 
+    def attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
+        """Attribute a stored run and render its report again; returns the attribution object."""
+        from minite_diag.report.html import write_report
+        from minite_diag.summary import summarize
+
+        found = self._attribute(run, live=live, budget=budget)
+        summary = summarize(run)
+        write_report(run, summary, None)
+        print_summary(summary, self.console)
+        return found
+
+    def _attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
+        from minite_diag.attribute.stage import attribute
+
+        return attribute(run, self._report, live=live, budget=budget)
+
     def _report(self, spec: EngineSpec, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "loaded":
             self.say(f"{spec.id}: {event['label']} loaded in {event['seconds']:.0f} s")
         elif kind == "sequence":
             self.say(f"{spec.id}: {event['mode']} {event['probe']} ({event['done']}/{event['of']})")
+        elif kind == "live":
+            self.say(f"{spec.id}: {event['job']} ({event['forwards']} forwards)")
         elif kind == "kept":
             self.say(f"{spec.id}: kept from before")
 

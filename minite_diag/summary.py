@@ -12,7 +12,8 @@ The object::
     quantize    pattern and number of quantized linears
     engines     [{id, role, engine, label, version, device, dtype, status, error, evidence, ...}]
     pairs       [{learner, sampler, logprob: {score, sample}, sites, first_divergence, worst,
-                 routing}]
+                 routing, comparable, causes: [{code, title, where, text, strength, basis,
+                 evidence}], contracts, live}]
     gate        verdict, profile and reasons (only with --gate)
     files       comparison, logprobs, report
     next        the command to run next
@@ -27,6 +28,7 @@ from typing import Any, Final
 import pandas as pd
 
 from minite_diag.attribute.first_divergence import first_divergence
+from minite_diag.attribute.record import read_attribution
 from minite_diag.logprobs import logprob_summary
 from minite_diag.plan import Plan, read_plan
 from minite_diag.trace.manifest import read_manifests
@@ -51,11 +53,14 @@ def summarize(run: Path) -> dict[str, Any]:
         for baseline, target in [key]
         if len(_of(logprobs, key)) or len(_of(comparison, key))
     ]
+    attribution = read_attribution(run)
+    for pair in pairs:
+        _add_causes(pair, attribution)
     failed = [engine for engine in engines if engine["status"] not in ("ok", "truncated")]
     return {
         "schema": SUMMARY_SCHEMA,
         "run": str(run),
-        "verdict": "error" if failed or not pairs else "measured",
+        "verdict": _verdict(failed, pairs),
         "model": {
             "name": plan.model.name,
             "format": plan.model.format,
@@ -74,6 +79,30 @@ def summarize(run: Path) -> dict[str, Any]:
         },
         "next": f"minite-diag compare --resume {run}" if failed else f"minite-diag gate {run}",
     }
+
+
+def _verdict(failed: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
+    if failed or not pairs:
+        return "error"
+    return "measured" if all(pair["comparable"] for pair in pairs) else "inconclusive"
+
+
+def _add_causes(pair: dict[str, Any], attribution: dict[str, Any] | None) -> None:
+    """Add `comparable`, `causes` (None if attribution did not run), `contracts` and `live`."""
+    ends = (pair["learner"]["id"], pair["sampler"]["id"])
+    pair.update(comparable=True, causes=None, contracts=[], live=None)
+    for found in (attribution or {}).get("pairs", []):
+        if (found["baseline"], found["target"]) == ends:
+            pair["comparable"] = found["comparable"]
+            pair["causes"] = found["findings"]
+            pair["contracts"] = found["contracts"]
+    live = (attribution or {}).get("live")
+    if live is not None:
+        pair["live"] = {
+            name: [row for row in live[name] if (row["baseline"], row["target"]) == ends]
+            for name in ("local", "causal", "routing")
+        }
+        pair["live"]["legs"] = [leg for leg in live["legs"] if leg["engine"] in ends]
 
 
 def _pair_ids(plan: Plan) -> list[tuple[str, str]]:

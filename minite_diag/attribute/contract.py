@@ -208,7 +208,7 @@ def _gemm_findings(mine: Found | None, theirs: Found | None, basis: str) -> Iter
         yield Finding(
             GEMM_FIELDS[name],
             "GEMM of quantized linears",
-            f"{name} of the GEMM: learner {x}, sampler {y}",
+            f"{name} of the GEMM: learner {x}, sampler {y}" + _cross_text(cross),
             {
                 "learner_recipe": a.name,
                 "learner_bits_reproduced": a.codes,
@@ -219,6 +219,12 @@ def _gemm_findings(mine: Found | None, theirs: Found | None, basis: str) -> Iter
             "proved" if min(a.codes, b.codes) >= MIN_SHARE else "measured",
             basis,
         )
+
+
+def _cross_text(cross: float | None) -> str:
+    if cross is None:
+        return ""
+    return f"; on the sampler's own codes the learner's GEMM changes {1 - cross:.1%} of the outputs"
 
 
 def _weight_only(mine: Contract, theirs: Contract) -> Iterator[Finding]:

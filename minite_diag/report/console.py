@@ -14,6 +14,7 @@ from rich.table import Table
 
 from minite_diag.report import words
 
+MAX_CAUSES = 6
 STYLES = {"measured": "bold", "pass": "bold green", "fail": "bold red"}
 
 
@@ -78,6 +79,13 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
             f"{pair['routing']['agreement']:.1%} of tokens choose the same experts "
             f"(lowest {lowest['agreement']:.1%} at {lowest['site']})",
         )
+    for cause in (pair["causes"] or [])[:MAX_CAUSES]:
+        _line(console, cause["code"], cause["text"], "bold" if cause["code"] < "MD2" else "")
+    hidden = len(pair["causes"] or []) - MAX_CAUSES
+    if hidden > 0:
+        _line(console, "", f"{hidden} more causes in the report")
+    if pair["causes"]:
+        _line(console, "", f"minite-diag explain {pair['causes'][0]['code']}")
     if pair["worst"]:
         _print_worst(pair["worst"], console)
 

@@ -35,6 +35,9 @@ def headline(summary: dict[str, Any]) -> str:
     gate = summary.get("gate")
     if gate:
         return f"{gate['verdict']} (profile {gate['profile']}): {'; '.join(gate['reasons'])}"
+    strange = [c for p in summary["pairs"] if not p["comparable"] for c in p["causes"][:1]]
+    if strange:
+        return f"not comparable: {strange[0]['text']}"
     return "measured" if summary["pairs"] else "nothing was compared"
 
 

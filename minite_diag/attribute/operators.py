@@ -1,0 +1,139 @@
+"""Ops that compute other bits from equal input, read off the stored comparison.
+
+Works on comparison rows: no torch, no engine. Only sites whose every input was bitwise equal count,
+so this finds what the stored run proves; live local errors (attribute.live) cover the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pandas as pd
+
+from minite_diag.attribute.causes import OPS
+from minite_diag.attribute.finding import Finding
+
+_ATTENTION: Final = re.compile(r"(.*\.self_attn)\.(attn|q_rope|k_rope)$")
+
+
+def op_of(fqn: str, kind: str) -> str | None:
+    """The op class that produces a site; None for sites that nothing produces."""
+    name = fqn.rpartition(".")[2]
+    if kind == "input" or kind.startswith(("act_", "weight")):
+        return None
+    if fqn == "lm_head" or kind == "logits":
+        return "lm_head"
+    if kind in ("router_logits", "topk_ids", "topk_weights"):
+        return "router"
+    if name == "attn":
+        return "attention"
+    if name.endswith("_rope"):
+        return "rope"
+    if name == "act_fn":
+        return "activation"
+    if name == "experts":
+        return "experts"
+    if "norm" in name:
+        return "norm"
+    if name == "embed_tokens":
+        return "embedding"
+    return "linear" if name.endswith("_proj") else None
+
+
+def inputs_of(fqn: str, kind: str, has_qk_norm: bool) -> list[tuple[str, str]]:
+    """The sites that an op reads, as (fqn, kind)."""
+    match = _ATTENTION.match(fqn)
+    if match:
+        attention, name = match.groups()
+        if name == "attn":
+            parts = ((f"{attention}.q_rope"), (f"{attention}.k_rope"), (f"{attention}.v_proj"))
+            return [(part, "output") for part in parts]
+        source = f"{name[0]}_norm" if has_qk_norm else f"{name[0]}_proj"
+        return [(f"{attention}.{source}", "output")]
+    if fqn.endswith(".act_fn"):
+        mlp = fqn.removesuffix(".act_fn")
+        return [(f"{mlp}.gate_proj", "output"), (f"{mlp}.up_proj", "output")]
+    if kind in ("topk_ids", "topk_weights"):
+        return [(fqn.removesuffix("experts") + "gate", "router_logits")]
+    if fqn.endswith(".mlp.experts"):
+        return [(fqn, "input"), (fqn, "topk_ids"), (fqn, "topk_weights")]
+    if fqn.endswith("embed_tokens"):
+        return []
+    return [(fqn, "input")]
+
+
+def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
+    """One finding per op class that split bits although all that it read was equal."""
+    score = rows[(rows["status"] == "compared") & (rows["mode"] == "score")]
+    equal = {
+        (row.probe, row.fqn, row.kind): row.bitwise_fraction == 1.0
+        for row in score.itertuples(index=False)
+    }
+    has_qk_norm = bool(score["fqn"].str.endswith(".q_norm").any())
+    static = rows[(rows["mode"] == "static") & (rows["status"] == "compared")]
+    unequal_weights = set(static[static["bitwise_fraction"] < 1.0]["fqn"])
+    quantized = set(rows[rows["kind"] == "weight_codes"]["fqn"])
+    splits = [
+        row
+        for row in score.itertuples(index=False)
+        if row.bitwise_fraction < 1.0
+        and (op := op_of(row.fqn, row.kind)) is not None
+        and not (op == "linear" and row.fqn in quantized)
+        and row.fqn not in unequal_weights
+        and _all_equal(equal, row, has_qk_norm)
+    ]
+    return list(_by_op(splits, basis))
+
+
+def _all_equal(equal: dict[tuple[str, str, str], bool], row: Any, has_qk_norm: bool) -> bool:
+    reads = inputs_of(row.fqn, row.kind, has_qk_norm)
+    return all(equal.get((row.probe, *site), False) for site in reads)
+
+
+def _by_op(splits: list[Any], basis: str) -> Iterator[Finding]:
+    groups: dict[str, list[Any]] = {}
+    for row in splits:
+        groups.setdefault(str(op_of(row.fqn, row.kind)), []).append(row)
+    for op, found in groups.items():
+        first = min(found, key=lambda row: row.order)
+        share = sum(row.bitwise_fraction for row in found) / len(found)
+        yield Finding(
+            OPS[op],
+            str(first.fqn),
+            f"{op}: equal input, {1 - share:.1%} of the output elements differ "
+            f"(first at {first.fqn})",
+            {
+                "op": op,
+                "sites": sorted({str(row.fqn) for row in found})[:20],
+                "bitwise_fraction": share,
+                "max_abs_diff": max((row.max_abs_diff or 0.0) for row in found),
+                "ulp_max": max((row.ulp_max or 0.0) for row in found),
+            },
+            "proved",
+            basis,
+        )
+
+
+def logprob_finding(rows: pd.DataFrame, logprobs: pd.DataFrame, basis: str) -> list[Finding]:
+    """Log-probabilities that differ although the logits of their position are equal."""
+    logits = rows[
+        (rows["kind"] == "logits") & (rows["mode"] == "score") & (rows["status"] == "compared")
+    ]
+    equal = set(logits[logits["bitwise_fraction"] == 1.0]["probe"])
+    score = logprobs[(logprobs["mode"] == "score") & logprobs["probe"].isin(equal)]
+    difference = (score["baseline_logprob"] - score["target_logprob"]).abs()
+    if not (difference > 0.0).any():
+        return []
+    return [
+        Finding(
+            "MD210",
+            "log-softmax",
+            f"{(difference > 0).mean():.1%} of the log-probabilities differ on equal logits "
+            f"(largest {difference.max():.3g})",
+            {"share": float((difference > 0).mean()), "max_abs": float(difference.max())},
+            "proved",
+            basis,
+        )
+    ]
