@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
 
 from minite_diag.site import KINDS
@@ -33,8 +34,20 @@ def to_decode(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 def unsigned_zero(codes: torch.Tensor) -> torch.Tensor:
     """Packed E2M1 codes (uint8) with 0x8 (-0.0) turned into 0x0 in both nibbles."""
-    low, high = codes & 0x0F, codes & 0xF0
-    return torch.where(low == 0x08, 0, low) | torch.where(high == 0x80, 0, high)
+    packed = codes.numpy()
+    low = ((packed & 0x0F) == 0x08).view(np.uint8) << 3
+    high = ((packed & 0xF0) == 0x80).view(np.uint8) << 7
+    return torch.from_numpy(packed ^ low ^ high)
+
+
+def zero_blocks(codes: torch.Tensor) -> torch.Tensor | None:
+    """Packed codes uint8 [..., K/2], zeros unsigned -> bool [..., K/16]: all 16 codes are zero.
+
+    None where K is no multiple of 16.
+    """
+    if codes.dim() == 0 or codes.shape[-1] % 8:
+        return None
+    return torch.from_numpy(codes.contiguous().numpy().view(np.uint64) == 0)
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:

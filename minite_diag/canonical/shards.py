@@ -46,6 +46,15 @@ def take_part(
     return tensor
 
 
+def is_shared(kind: str, part: Part) -> bool:
+    """Whether all parts of a native module have the same tensor of this kind: its inputs."""
+    if part.expert is not None and kind not in ("input", "output"):
+        return False
+    if kind.endswith("_decode_scale"):
+        return False
+    return part.stop == 0 or kind not in SPLIT_FIRST | SPLIT_LAST
+
+
 def _narrow(tensor: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     if part.stop > tensor.shape[dim]:
         raise TraceError(

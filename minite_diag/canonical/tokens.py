@@ -7,6 +7,7 @@ batching, chunking or routing order of the engine was.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ import torch
 from minite_diag.canonical.names import Piece
 from minite_diag.canonical.scales import public_kind, to_decode
 from minite_diag.canonical.shards import take_part
-from minite_diag.engines.base import Part
 from minite_diag.trace.store import Trace
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class SiteTensor:
     """A site's tensor; `positions` int64 [rows] for token-wise tensors, None for others."""
 
     tensor: torch.Tensor
-    positions: np.ndarray[tuple[int], np.dtype[np.int64]] | None
+    positions: Positions | None
 
 
 def read_site(trace: Trace, pieces: list[Piece]) -> SiteTensor:
@@ -45,9 +47,7 @@ def _one_or_stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.reshape(-1)[0] for tensor in tensors])
 
 
-def _in_order(
-    tensors: list[torch.Tensor], positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]]
-) -> SiteTensor:
+def _in_order(tensors: list[torch.Tensor], positions: list[Positions]) -> SiteTensor:
     tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     where = positions[0] if len(positions) == 1 else np.concatenate(positions)
     if len(where) > 1 and not bool(np.all(where[1:] > where[:-1])):
@@ -56,12 +56,10 @@ def _in_order(
     return SiteTensor(tensor, where)
 
 
-def _read_piece(
-    trace: Trace, piece: Piece
-) -> tuple[torch.Tensor, np.ndarray[tuple[int], np.dtype[np.int64]] | None]:
+def _read_piece(trace: Trace, piece: Piece) -> tuple[torch.Tensor, Positions | None]:
     ref = piece.ref
     tensor = to_decode(trace.read(ref), ref.kind)
-    siblings = trace.layout.parts.get(ref.native) or (Part(ref.native),)
+    siblings = trace.layout.parts.get(ref.native) or (piece.part,)
     tensor = take_part(tensor, public_kind(ref.kind), piece.part, siblings)
     if ref.rows in ("static", "call") or piece.rows is None:
         return tensor, None
@@ -69,9 +67,10 @@ def _read_piece(
     if row_index is None and len(piece.rows.rows) == tensor.shape[0]:
         return tensor, piece.rows.positions
     own = row_index.numpy() if row_index is not None else np.arange(tensor.shape[0])
-    mine = np.isin(own, piece.rows.rows)
-    position_of = dict(zip(piece.rows.rows.tolist(), piece.rows.positions.tolist(), strict=True))
-    where = np.array([position_of[row] for row in own[mine].tolist()], dtype=np.int64)
-    if bool(mine.all()):
+    position_of = np.full(max(own.max(initial=-1), piece.rows.rows.max(initial=-1)) + 1, -1)
+    position_of[piece.rows.rows] = piece.rows.positions
+    where = position_of[own]
+    mine = where >= 0
+    if mine.all():
         return tensor, where
-    return tensor[torch.from_numpy(mine)], where
+    return tensor[torch.from_numpy(mine)], where[mine]

@@ -7,6 +7,7 @@ in its metadata, and a reader refuses another version.
 from __future__ import annotations
 
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import pyarrow as pa
@@ -15,6 +16,8 @@ import pyarrow.parquet as pq
 from minite_diag.errors import TraceError
 
 SCHEMA_VERSION: Final = 1
+BATCH_ROWS: Final = 4096
+"""Rows of a table in memory while it is written."""
 
 
 def _table(name: str, *fields: tuple[str, pa.DataType, str]) -> pa.Schema:
@@ -122,20 +125,83 @@ LOGPROBS: Final = _table(
     ("topk_overlap", _F, "share of common ids among the k most probable"),
 )
 
+ATTRIBUTION: Final = _table(
+    "attribution",
+    ("baseline", _S, "engine id of the baseline (the learner); of both for a leg"),
+    ("target", _S, "engine id of the target"),
+    ("analysis", _S, "cause, routing, leg, local, causal-ops, causal-layers, routing-replay"),
+    ("code", _S, "cause code, such as MD101; null where none applies"),
+    ("where", _S, "site, op class, layer range or leg"),
+    ("text", _S, "the finding in a sentence"),
+    ("value", _F, "the analysis' main number; its meaning is in `evidence`"),
+    ("strength", _S, "proved, measured or hint"),
+    ("basis", _S, "least native arithmetic that the evidence rests on"),
+    ("evidence", _S, "JSON: the numbers behind it"),
+)
+
 TABLES: Final = {
-    t.metadata[b"table"].decode(): t for t in (TOKENS, CALLS, TENSORS, COMPARISON, LOGPROBS)
+    t.metadata[b"table"].decode(): t for t in (TOKENS, CALLS, TENSORS, COMPARISON, LOGPROBS, ATTRIBUTION)
 }
 
 
 def write_table(file: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
     """Write rows under a declared schema, atomically; an unknown column is a KeyError."""
-    for row in rows[:1]:
-        unknown = set(row) - set(schema.names)
-        if unknown:
-            raise KeyError(f"{file.name}: columns not in the schema: {sorted(unknown)}")
-    partial = file.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial, compression="zstd")
-    partial.replace(file)
+    with TableWriter(file, schema) as table:
+        for row in rows:
+            table.append(row)
+
+
+class TableWriter:
+    """Rows of one table, written in batches; the file appears when all of them are in it.
+
+    A context manager: leaving it by an exception removes what was written. Invariant: no more than
+    BATCH_ROWS rows are in memory.
+    """
+
+    def __init__(self, file: Path, schema: pa.Schema) -> None:
+        self.file = file
+        self.schema = schema
+        self._partial = file.with_suffix(".partial")
+        self._names = frozenset(schema.names)
+        self._rows: list[dict[str, Any]] = []
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> TableWriter:
+        self._writer = pq.ParquetWriter(self._partial, self.schema, compression="zstd")
+        return self
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row; a column that it lacks is null, an unknown one is a KeyError."""
+        if not self._names.issuperset(row):
+            unknown = sorted(set(row) - self._names)
+            raise KeyError(f"{self.file.name}: columns not in the schema: {unknown}")
+        self._rows.append(row)
+        if len(self._rows) >= BATCH_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._writer is not None
+        columns = [
+            pa.array([row.get(field.name) for row in self._rows], field.type)
+            for field in self.schema
+        ]
+        self._writer.write_table(pa.Table.from_arrays(columns, schema=self.schema))
+        self._rows = []
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._writer is not None
+        if error is None and self._rows:
+            self._write()
+        self._writer.close()
+        if error is None:
+            self._partial.replace(self.file)
+        else:
+            self._partial.unlink(missing_ok=True)
 
 
 def read_table(file: Path, schema: pa.Schema, **options: Any) -> pa.Table:

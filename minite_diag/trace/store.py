@@ -1,9 +1,9 @@
 """The trace on disk: a writer for the worker and a lazy reader for everybody else.
 
     manifest.json               what ran, how it ended (written first as `running`)
-    tokens.parquet              token ids and log-probabilities
+    tokens.parquet              token ids and log-probabilities (and tokens-NNNNN: see parts.py)
     calls.parquet               which token each row of each forward pass was
-    tensors/data-NNNNN.bin      raw little-endian bytes, back to back
+    tensors/data-NNNNN.bin      raw little-endian bytes, each tensor at a multiple of 64
     tensors/index-NNNNN.parquet where each tensor lies
 
 Knows torch and the schema; no engine, no metric. Invariant: memory is bounded by one tensor (the
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import mmap
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,18 +26,29 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 
 from minite_diag.engines.base import Evidence, Layout, Part
 from minite_diag.errors import TraceError
-from minite_diag.trace.schema import CALLS, TENSORS, TOKENS, read_table, write_table
+from minite_diag.trace.index import TensorIndex, TensorRef
+from minite_diag.trace.parts import TableParts, read_parts
+from minite_diag.trace.schema import CALLS, TENSORS, TOKENS, write_table
 
 MANIFEST_SCHEMA: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
 SEGMENT_BYTES: Final = 1 << 30
+WRITE_BUFFER_BYTES: Final = 1 << 18
+ALIGNMENT: Final = 64
+"""Tensors start at multiples of it, so that they can be used where the file is mapped."""
+STATISTICS_ELEMENTS: Final = 1 << 15
 RECENT_TENSORS: Final = 3
 RECENT_KINDS: Final = frozenset({"input", "act_codes", "act_block_scale"})
 """Kinds that several modules share: each is written once and referred to."""
+
+Array = np.ndarray[Any, Any]
+Place = tuple[str, int]
+"""Segment and byte offset."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,11 @@ class Row:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, row-major, on the CPU; a view where it is contiguous already."""
-    flat = tensor.detach().to("cpu").contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _as_bytes(tensor).data
+
+
+def _as_bytes(tensor: torch.Tensor) -> Array:
+    return tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
 
 
 class DiskBudgetExceeded(Exception):
@@ -60,7 +76,10 @@ class DiskBudgetExceeded(Exception):
 
 
 class TraceWriter:
-    """Appends tensors, calls and tokens of one engine to its trace folder."""
+    """Appends tensors, calls and tokens of one engine to its trace folder.
+
+    `max_disk` bounds the bytes under tensors/data-*; `bytes_written` is their exact sum.
+    """
 
     def __init__(self, folder: Path, max_disk: int | None = None, stats_only: bool = False) -> None:
         self.folder = folder
@@ -70,11 +89,13 @@ class TraceWriter:
         (folder / "tensors").mkdir(parents=True, exist_ok=True)
         self._segment = -1
         self._file: BinaryIO | None = None
+        self._offset = 0
         self._index: list[dict[str, Any]] = []
         self._index_part = 0
-        self._calls: list[dict[str, Any]] = []
-        self._tokens: list[dict[str, Any]] = []
-        self._recent: deque[tuple[torch.Tensor, tuple[str, int]]] = deque(maxlen=RECENT_TENSORS)
+        self._calls = TableParts(folder, CALLS)
+        self._tokens = TableParts(folder, TOKENS)
+        self._recent: deque[tuple[torch.Tensor, Place]] = deque(maxlen=RECENT_TENSORS)
+        self._recent_rows: tuple[torch.Tensor, Place] | None = None
 
     def manifest(self, record: dict[str, Any]) -> None:
         """Write manifest.json atomically."""
@@ -91,7 +112,8 @@ class TraceWriter:
 
     def tokens(self, rows: list[dict[str, Any]]) -> None:
         """Append rows of the `tokens` table."""
-        self._tokens.extend(rows)
+        for row in rows:
+            self._tokens.append(row)
 
     def tensor(
         self,
@@ -125,38 +147,88 @@ class TraceWriter:
         if self.stats_only:
             entry.update(_statistics(tensor))
         else:
-            entry["file"], entry["offset"] = self._place(kind, tensor)
-            if row_index is not None:
-                file, entry["row_offset"] = self._append(row_index.to(torch.int32))
-                if file != entry["file"]:
-                    entry["file"], entry["offset"] = self._append(tensor)
-                    _, entry["row_offset"] = self._append(row_index.to(torch.int32))
+            entry |= self._place(kind, tensor, row_index)
         self._index.append(entry)
 
-    def _place(self, kind: str, tensor: torch.Tensor) -> tuple[str, int]:
+    def _place(
+        self, kind: str, tensor: torch.Tensor, row_index: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Write what is not there yet; says where the tensor and its row indices lie."""
+        rows = None if row_index is None else row_index.to("cpu", torch.int32).contiguous()
+        where = self._recall(tensor)
+        rows_where = self._recall_rows(rows)
+        if where is not None and rows_where is not None and rows_where[0] != where[0]:
+            rows_where = None
+        data = [] if where else [_as_bytes(tensor)]
+        if rows is not None and rows_where is None:
+            data.append(_as_bytes(rows))
+        if data and not self._reserve(data, where):
+            # The tensor is in an older segment and its rows can't join it there.
+            where, data = None, [_as_bytes(tensor), *data]
+            self._reserve(data, None)
+        places = [self._write(item) for item in data]
+        if where is None:
+            where = places[0]
+            if kind in RECENT_KINDS and tensor.dim() > 0:
+                self._recent.append((tensor.detach().contiguous().clone(), where))
+        if rows is not None and rows_where is None:
+            rows_where = places[-1]
+            self._recent_rows = (rows.clone(), rows_where)
+        return {
+            "file": where[0],
+            "offset": where[1],
+            "row_offset": -1 if rows_where is None else rows_where[1],
+        }
+
+    def _recall(self, tensor: torch.Tensor) -> Place | None:
         for i, (recent, where) in enumerate(self._recent):
             if _has_bytes_of(recent, tensor):
                 del self._recent[i]
                 self._recent.append((recent, where))
                 return where
-        where = self._append(tensor)
-        if kind in RECENT_KINDS and tensor.dim() > 0:
-            self._recent.append((tensor.detach().contiguous().clone(), where))
-        return where
+        return None
 
-    def _append(self, tensor: torch.Tensor) -> tuple[str, int]:
-        data = tensor_bytes(tensor)
-        if self.max_disk is not None and self.bytes_written + len(data) > self.max_disk:
+    def _recall_rows(self, rows: torch.Tensor | None) -> Place | None:
+        if rows is None or self._recent_rows is None:
+            return None
+        recent, where = self._recent_rows
+        return where if _has_bytes_of(recent, rows) else None
+
+    def _reserve(self, data: list[Array], where: Place | None) -> bool:
+        """Open a segment with room for all of `data`; False if that isn't the one of `where`.
+
+        Raises DiskBudgetExceeded, with nothing written, where `max_disk` has no room.
+        """
+        size = sum(_padding(len(item)) + len(item) for item in data)
+        fits = self._file is not None and self._offset + size <= SEGMENT_BYTES
+        if where is not None and not (fits and where[0] == self._segment_name):
+            return False
+        if self.max_disk is not None and self.bytes_written + size > self.max_disk:
             raise DiskBudgetExceeded
-        if self._file is None or self._file.tell() + len(data) > SEGMENT_BYTES:
-            if self._file is not None:
-                self._file.close()
-            self._segment += 1
-            self._file = (self.folder / "tensors" / f"data-{self._segment:05d}.bin").open("wb")
-        offset = self._file.tell()
-        self._file.write(data)
-        self.bytes_written += len(data)
-        return f"data-{self._segment:05d}.bin", offset
+        if not fits:
+            self._open_segment()
+        return True
+
+    @property
+    def _segment_name(self) -> str:
+        return f"data-{self._segment:05d}.bin"
+
+    def _open_segment(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._segment += 1
+        self._offset = 0
+        file = self.folder / "tensors" / self._segment_name
+        self._file = file.open("wb", buffering=WRITE_BUFFER_BYTES)
+
+    def _write(self, data: Array) -> Place:
+        assert self._file is not None
+        where = (self._segment_name, self._offset)
+        self._file.write(data.data)
+        self._file.write(bytes(_padding(len(data))))
+        self._offset += len(data) + _padding(len(data))
+        self.bytes_written += len(data) + _padding(len(data))
+        return where
 
     def flush(self) -> None:
         """Make all that was appended readable: called after each sequence."""
@@ -167,57 +239,49 @@ class TraceWriter:
             write_table(self.folder / "tensors" / name, self._index, TENSORS)
             self._index_part += 1
             self._index = []
-        write_table(self.folder / "calls.parquet", self._calls, CALLS)
-        write_table(self.folder / "tokens.parquet", self._tokens, TOKENS)
+        self._calls.flush()
+        self._tokens.flush()
 
     def close(self) -> None:
         """Flush and close the open segment."""
         self.flush()
+        self._calls.close()
+        self._tokens.close()
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
+def _padding(nbytes: int) -> int:
+    return -nbytes % ALIGNMENT
+
+
 def _has_bytes_of(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
-    )
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    # As wide integers: torch compares 8 bytes in the time of one.
+    width = next(n for n in (8, 4, 2, 1) if a.numel() * a.element_size() % n == 0)
+    wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    return torch.equal(a.reshape(-1).view(wide), b.contiguous().reshape(-1).view(wide))
 
 
 def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
     digest = hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
     if tensor.numel() == 0:
         return {"digest": digest}
-    values = tensor.detach().to(torch.float64)
+    largest, total, squares = [], [], []
+    flat = tensor.detach().contiguous().reshape(-1)
+    for values in flat.split(STATISTICS_ELEMENTS):
+        wide = values.double()
+        largest.append(wide.abs().max())
+        total.append(wide.sum())
+        squares.append(wide.square_().sum())
     return {
         "digest": digest,
-        "abs_max": float(values.abs().max()),
-        "l2": float(values.norm()),
-        "mean": float(values.mean()),
+        "abs_max": float(torch.stack(largest).max()),
+        "l2": math.sqrt(math.fsum(torch.stack(squares).tolist())),
+        "mean": math.fsum(torch.stack(total).tolist()) / tensor.numel(),
     }
-
-
-@dataclass(frozen=True)
-class TensorRef:
-    """One captured tensor of the index; `row_offset` >= 0 where its rows are a subset."""
-
-    order: int
-    native: str
-    kind: str
-    call: int
-    rows: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    nbytes: int
-    row_offset: int
-    digest: str
-    abs_max: float | None
-    l2: float | None
-    mean: float | None
 
 
 class Trace:
@@ -238,7 +302,7 @@ class Trace:
                 f"this version reads {MANIFEST_SCHEMA}",
                 "run compare again with this version",
             )
-        self._maps: dict[str, np.memmap[Any, Any]] = {}
+        self._maps: dict[str, tuple[mmap.mmap, Array]] = {}
 
     @property
     def id(self) -> str:
@@ -268,25 +332,28 @@ class Trace:
     @cached_property
     def tokens(self) -> pd.DataFrame:
         """The `tokens` table."""
-        return read_table(self.folder / "tokens.parquet", TOKENS).to_pandas()
+        return read_parts(self.folder, TOKENS).to_pandas()
 
     @cached_property
     def calls(self) -> pd.DataFrame:
         """The `calls` table."""
-        return read_table(self.folder / "calls.parquet", CALLS).to_pandas()
+        return self.call_table.to_pandas()
+
+    @property
+    def call_table(self) -> pa.Table:
+        """The `calls` table in columns, read anew."""
+        return read_parts(self.folder, CALLS)
 
     @cached_property
-    def index(self) -> list[TensorRef]:
+    def index(self) -> TensorIndex:
         """Every captured tensor, in the order written."""
-        files = sorted((self.folder / "tensors").glob("index-*.parquet"))
-        refs: list[TensorRef] = []
-        for file in files:
-            records = read_table(file, TENSORS).to_pylist()
-            refs += [TensorRef(**{**r, "shape": tuple(r["shape"])}) for r in records]
-        return refs
+        return TensorIndex(self.folder / "tensors")
 
     def read(self, ref: TensorRef) -> torch.Tensor:
-        """The tensor as captured; raises TraceError if only statistics were kept."""
+        """The tensor as captured, where it lies in the mapped file: don't write to it.
+
+        Raises TraceError if only statistics were kept.
+        """
         if not ref.file:
             raise TraceError(
                 f"{self.id}: {ref.native}:{ref.kind} holds statistics only",
@@ -307,30 +374,41 @@ class Trace:
         data = self._bytes(ref.file, ref.row_offset, num_rows * 4)
         return _as_tensor(data, torch.int32, (num_rows,)).to(torch.int64)
 
-    def _bytes(self, file: str, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
+    def release(self) -> None:
+        """Let go of the pages that were read; tensors that are still in use read them again."""
+        for mapped, _ in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _bytes(self, file: str, offset: int, nbytes: int) -> Array:
         if file not in self._maps:
-            path = self.folder / "tensors" / file
-            try:
-                self._maps[file] = np.memmap(path, dtype=np.uint8, mode="r")
-            except (OSError, ValueError) as error:
-                raise TraceError(
-                    f"can't read {path}: {error}", "the run is damaged: compare --resume RUN"
-                ) from error
-        data = self._maps[file][offset : offset + nbytes]
+            self._maps[file] = _map(self.folder / "tensors" / file)
+        data = self._maps[file][1][offset : offset + nbytes]
         if len(data) != nbytes:
             raise TraceError(
-                f"{self.folder / 'tensors' / file} ends at {len(self._maps[file])}, "
+                f"{self.folder / 'tensors' / file} ends at {len(self._maps[file][1])}, "
                 f"a tensor lies at {offset}+{nbytes}",
                 "the run is damaged: compare --resume RUN",
             )
         return data
 
 
-def _as_tensor(
-    data: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    # A copy: memory-mapped pages are read-only and may be misaligned for the dtype.
-    return torch.from_numpy(np.array(data)).view(dtype).reshape(shape)
+def _map(path: Path) -> tuple[mmap.mmap, Array]:
+    """A private mapping of a segment, and all of its bytes."""
+    try:
+        with path.open("rb") as file:
+            # Copy on write, although nobody writes: torch has no read-only tensors.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"can't read {path}: {error}", "the run is damaged: compare --resume RUN"
+        ) from error
+    return mapped, np.frombuffer(mapped, np.uint8)
+
+
+def _as_tensor(data: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if data.ctypes.data % dtype.itemsize:
+        data = np.array(data)  # a trace of an earlier version, without alignment
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def traces_of(run: Path) -> Iterator[Trace]:
