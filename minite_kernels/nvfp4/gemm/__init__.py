@@ -14,12 +14,12 @@ from minite_kernels.dispatch import Impl, select
 from minite_kernels.nvfp4.gemm import _ref
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue, add_bias
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
-from minite_kernels.nvfp4.quantize import dequantize
+from minite_kernels.nvfp4.quantize import beyond_triton, decoded_values, dequantize, quantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
-__all__ = ["PreparedOperand", "accumulate", "gemm", "prepare"]
+__all__ = ["PreparedOperand", "accumulate", "gemm", "linear", "prepare"]
 
 
 def gemm(
@@ -47,6 +47,35 @@ def gemm(
     epilogue = Epilogue(a, prepared.q, out_dtype, alpha, bias)
     module = select("gemm", __name__, impl, a.device)
     out: Tensor = module.gemm(a, prepared, epilogue)
+    return out
+
+
+def linear(
+    x_MK: Tensor,
+    w: Nvfp4Tensor | PreparedOperand,
+    *,
+    amax: Tensor | None = None,
+    global_encode_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Quantize x [M, K] under w's recipe and multiply by w [N, K]: [M, N], by default in x's dtype.
+
+    Promise: the bits of ``gemm(quantize(x, recipe), w)``; ``triton`` keeps x's codes decoded between
+    its two kernels instead of packing them. ``amax`` or ``global_encode_scale`` as in ``quantize``.
+    """
+    prepared = prepare(w)
+    recipe, dtype = prepared.q.recipe, out_dtype or x_MK.dtype
+    limits = {"triton": beyond_triton(recipe.activation, x_MK)}
+    if recipe.gemm.operands == "dequantized":
+        limits["triton"] = "dequantized operands are multiplied by torch"
+    module = select("linear", __name__, impl, x_MK.device, limits)
+    if module is _ref:
+        q = quantize(x_MK, recipe, amax=amax, global_encode_scale=global_encode_scale, impl="ref")
+        return gemm(q, prepared, out_dtype=dtype, bias=bias, impl="ref")
+    values, a = decoded_values(x_MK, recipe, amax=amax, global_encode_scale=global_encode_scale)
+    out: Tensor = module.multiply(values, prepared, Epilogue(a, prepared.q, dtype, bias=bias))
     return out
 
 

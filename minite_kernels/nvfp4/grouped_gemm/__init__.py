@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from minite_kernels.dispatch import Impl, select
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand
 from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
-from minite_kernels.nvfp4.quantize import amax_of, quantize
+from minite_kernels.nvfp4.quantize import amax_of, beyond_triton, decoded_values, quantize
 from minite_kernels.nvfp4.recipe import Recipe, Role, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
     "ExpertOperands",
     "Routing",
     "combine",
+    "experts_linear",
     "gather",
     "grouped_gemm",
     "quantize_grouped",
@@ -37,11 +39,12 @@ __all__ = [
 class Routing:
     """Tokens' slots sorted by expert, stably.
 
-    ``order`` int64 [R] holds flat slots t*S + s; ``offsets`` int64 [E + 1]: expert e owns rows
-    offsets[e]:offsets[e + 1].
+    ``order`` int64 [R] holds flat slots t*S + s, -1 for a padding row; ``place`` int64 [T*S] the
+    row of each flat slot; ``offsets`` int64 [E + 1]: expert e owns rows offsets[e]:offsets[e + 1].
     """
 
     order: Tensor
+    place: Tensor
     offsets: Tensor
     slots: int
 
@@ -51,25 +54,65 @@ class Routing:
         return self.offsets.numel() - 1
 
 
-def route(topk_ids_TS: Tensor, num_experts: int) -> Routing:
+def route(topk_ids_TS: Tensor, num_experts: int, *, align: int = 1) -> Routing:
     """Sort slots by expert, keeping token order within an expert; ids are integers [T, S].
 
-    Raises ValueError for an id outside of [0, num_experts).
+    With ``align`` every expert's rows start at a multiple of it and padding rows fill up; R then
+    depends on T, S and E alone, so that nothing waits for the device. Raises ValueError (on CUDA:
+    a device assertion) for an id outside of [0, num_experts).
     """
     flat = topk_ids_TS.reshape(-1).to(torch.int64)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
+    _check_ids(flat, num_experts)
+    sorted_slots = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
+    padded = (counts + align - 1) // align * align
+    offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    if align == 1:
+        place = torch.empty_like(sorted_slots)
+        place[sorted_slots] = torch.arange(flat.numel(), device=flat.device)
+        return Routing(sorted_slots, place, offsets, topk_ids_TS.shape[1])
+    rows = flat.numel() + num_experts * (align - 1)
+    rows = -(-rows // align) * align
+    start = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    expert = flat[sorted_slots]
+    row = offsets[expert] + torch.arange(flat.numel(), device=flat.device) - start[expert]
+    order = torch.full((rows,), -1, dtype=torch.int64, device=flat.device)
+    order[row] = sorted_slots
+    place = torch.empty_like(sorted_slots)
+    place[sorted_slots] = row
+    return Routing(order, place, offsets, topk_ids_TS.shape[1])
+
+
+def _check_ids(flat: Tensor, num_experts: int) -> None:
+    if flat.is_cuda:
+        torch._assert_async(((flat >= 0) & (flat < num_experts)).all())
+    elif flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
         raise ValueError(
             f"expert ids must be in [0, {num_experts}), got {flat.min()}..{flat.max()}"
         )
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return Routing(order=order, offsets=offsets, slots=topk_ids_TS.shape[1])
 
 
-def gather(x_TK: Tensor, routing: Routing) -> Tensor:
-    """Rows of x in routed order: [R, K]."""
-    return x_TK[routing.order // routing.slots]
+def gather(x_TK: Tensor, routing: Routing, *, impl: Impl = "auto") -> Tensor:
+    """Rows of x in routed order, zeros in padding rows: [R, K]. Differentiable, in slot order."""
+    out: Tensor = _Gather.apply(x_TK, routing, impl)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, routing: Routing, impl: Impl) -> Tensor:
+        ctx.routing, ctx.impl = routing, impl
+        module = select("gather", __name__, impl, x_TK.device)
+        out: Tensor = module.gather(x_TK, routing.order, routing.slots)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        routing = ctx.routing
+        ones = torch.ones(
+            routing.place.numel() // routing.slots, routing.slots, device=routing.place.device
+        )
+        return combine(gradients[0], routing, ones, impl=ctx.impl), None, None
 
 
 def quantize_grouped(
@@ -143,6 +186,33 @@ def grouped_gemm(
     return out
 
 
+def experts_linear(
+    x_MK: Tensor,
+    b: ExpertOperands,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Quantize x per token and multiply routed rows by their experts: [R, N], by default x's dtype.
+
+    ``rows`` as in ``grouped_gemm``. Promise: the bits of ``grouped_gemm(quantize(x), b, ...)``. For
+    recipes with one amax an expert, route first and use ``quantize_grouped``: ValueError here.
+    """
+    recipe, dtype = b.first.recipe, out_dtype or x_MK.dtype
+    if recipe.activation.amax_scope != "token":
+        raise ValueError(f"recipe {recipe.name!r} scales activations by expert: quantize_grouped")
+    limits = {"triton": beyond_triton(recipe.activation, x_MK)}
+    module = select("experts_linear", __name__, impl, x_MK.device, limits)
+    if module.__name__.endswith("_ref"):
+        q = quantize(x_MK, recipe, impl="ref")
+        return grouped_gemm(q, b, offsets, rows=rows, out_dtype=dtype, impl="ref")
+    values, a = decoded_values(x_MK, recipe)
+    out: Tensor = module.multiply(values, a, b, offsets, dtype, rows)
+    return out
+
+
 def combine(
     y_RN: Tensor,
     routing: Routing,
@@ -156,8 +226,24 @@ def combine(
     Promise: out[t] = ((w0*y0 + w1*y1) + w2*y2) + ... with each operation rounded to FP32,
     independent of the experts' order and of other tokens.
     """
-    needs_grad = torch.is_grad_enabled() and (y_RN.requires_grad or topk_weights_TS.requires_grad)
-    limits = {"triton": "it has no backward" if needs_grad else None}
-    module = select("combine", __name__, impl, y_RN.device, limits)
-    out: Tensor = module.combine(y_RN, routing.order, topk_weights_TS, out_dtype or y_RN.dtype)
+    out: Tensor = _Combine.apply(y_RN, topk_weights_TS, routing, out_dtype or y_RN.dtype, impl)
     return out
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y_RN: Tensor, weights_TS: Tensor, routing: Routing, dtype: torch.dtype, impl: Impl
+    ) -> Tensor:
+        ctx.routing, ctx.impl = routing, impl
+        ctx.save_for_backward(y_RN, weights_TS)
+        module = select("combine", __name__, impl, y_RN.device)
+        out: Tensor = module.combine(y_RN, routing.place, weights_TS, dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        y_RN, weights_TS = ctx.saved_tensors
+        module = select("combine", __name__, ctx.impl, y_RN.device)
+        dy, dweights = module.combine_backward(gradients[0], y_RN, ctx.routing.place, weights_TS)
+        return dy, dweights, None, None, None

@@ -32,12 +32,31 @@ def grouped_gemm(
     return out
 
 
-def combine(y_RN: Tensor, order: Tensor, topk_weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """[T, N]: differentiable weighted sum in slot order."""
-    tokens, slots = topk_weights_TS.shape
-    by_slot = torch.empty_like(y_RN).index_copy(0, order, y_RN).view(tokens, slots, y_RN.shape[1])
-    weights = topk_weights_TS.to(torch.float32)
+def gather(x_TK: Tensor, order: Tensor, slots: int) -> Tensor:
+    """[R, K]: the token of each routed row, zeros where order is -1."""
+    rows = x_TK[order.clamp(min=0) // slots]
+    return torch.where((order >= 0)[:, None], rows, torch.zeros_like(rows))
+
+
+def combine(y_RN: Tensor, place: Tensor, weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: weighted sum in slot order."""
+    tokens, slots = weights_TS.shape
+    by_slot = y_RN[place].view(tokens, slots, y_RN.shape[1])
+    weights = weights_TS.to(torch.float32)
     total = by_slot[:, 0].to(torch.float32) * weights[:, :1]
     for slot in range(1, slots):
         total = total + by_slot[:, slot].to(torch.float32) * weights[:, slot : slot + 1]
     return total.to(out_dtype)
+
+
+def combine_backward(
+    dout_TN: Tensor, y_RN: Tensor, place: Tensor, weights_TS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dY [R, N] in y's dtype, zeros in padding rows; dweights [T, S])."""
+    tokens, slots = weights_TS.shape
+    dout = dout_TN.to(torch.float32)
+    scaled = dout[:, None, :] * weights_TS.to(torch.float32)[:, :, None]
+    dy = torch.zeros_like(y_RN)
+    dy[place] = scaled.view(tokens * slots, -1).to(y_RN.dtype)
+    by_slot = y_RN[place].view(tokens, slots, -1).to(torch.float32)
+    return dy, (by_slot * dout[:, None, :]).sum(-1).to(weights_TS.dtype)

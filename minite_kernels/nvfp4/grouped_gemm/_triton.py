@@ -86,19 +86,65 @@ def _combine_kernel(
     tl.store(out_ptr + t * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-def combine(y_RN: Tensor, order: Tensor, topk_weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
+@triton.jit
+def _combine_backward_kernel(
+    dout_ptr,
+    y_ptr,
+    place_ptr,
+    weight_ptr,
+    dy_ptr,
+    dweight_ptr,
+    N,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One slot of one token: its rows of dY and its weight's gradient."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(place_ptr + slot)
+    weight = tl.load(weight_ptr + slot).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        dout = tl.load(dout_ptr + (slot // SLOTS) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+        total += dout * y
+        tl.store(dy_ptr + row * N + n, (dout * weight).to(dy_ptr.dtype.element_ty), mask=n < N)
+    tl.store(dweight_ptr + slot, tl.sum(total, 0))
+
+
+@triton.jit
+def _gather_kernel(x_ptr, order_ptr, out_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """One routed row, a piece of its columns."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(order_ptr + row)
+    inside = (k < K) & (slot >= 0)
+    x = tl.load(x_ptr + (slot // SLOTS) * K + k, mask=inside, other=0.0)
+    tl.store(out_ptr + row * K + k, x, mask=k < K)
+
+
+def gather(x_TK: Tensor, order: Tensor, slots: int) -> Tensor:
+    """[R, K]: the token of each routed row, zeros where order is -1."""
+    k = x_TK.shape[1]
+    out = torch.empty(order.numel(), k, dtype=x_TK.dtype, device=x_TK.device)
+    if out.numel():
+        block = min(2048, triton.next_power_of_2(k))
+        grid = (order.numel(), triton.cdiv(k, block))
+        _gather_kernel[grid](x_TK.contiguous(), order, out, k, SLOTS=slots, BLOCK=block)
+    return out
+
+
+def combine(y_RN: Tensor, place: Tensor, weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
     """[T, N]: weighted sum in slot order, one read of y."""
-    tokens, slots = topk_weights_TS.shape
+    tokens, slots = weights_TS.shape
     n = y_RN.shape[1]
     out = torch.empty(tokens, n, dtype=out_dtype, device=y_RN.device)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
     if out.numel():
         block = min(1024, triton.next_power_of_2(n))
         _combine_kernel[(tokens, triton.cdiv(n, block))](
             y_RN.contiguous(),
             place,
-            topk_weights_TS.contiguous(),
+            weights_TS.contiguous(),
             out,
             n,
             SLOTS=slots,
@@ -106,6 +152,29 @@ def combine(y_RN: Tensor, order: Tensor, topk_weights_TS: Tensor, out_dtype: tor
             **unfused(),
         )
     return out
+
+
+def combine_backward(
+    dout_TN: Tensor, y_RN: Tensor, place: Tensor, weights_TS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dY [R, N] in y's dtype, zeros in padding rows; dweights [T, S])."""
+    n = y_RN.shape[1]
+    dy = torch.zeros_like(y_RN)
+    dweights = torch.empty_like(weights_TS, memory_format=torch.contiguous_format)
+    if place.numel():
+        _combine_backward_kernel[(place.numel(),)](
+            dout_TN.contiguous(),
+            y_RN.contiguous(),
+            place,
+            weights_TS.contiguous(),
+            dy,
+            dweights,
+            n,
+            SLOTS=weights_TS.shape[1],
+            BLOCK=min(1024, triton.next_power_of_2(n)),
+            **unfused(),
+        )
+    return dy, dweights
 
 
 def grouped_gemm(

@@ -43,15 +43,16 @@ def forward(
     options: Options,
     *,
     input_amax: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     aligned: bool = False,
 ) -> Tensor:
-    """Y [R, N] in the dtype of x; ``input_amax`` FP32 [E] for static recipes.
+    """Y [R, N], by default in the dtype of x; ``input_amax`` FP32 [E] for static recipes.
 
     ``aligned`` promises that every offset is a multiple of ``ALIGNMENT`` (nothing is checked: that
     would wait for the device); without it only ``ref`` runs.
     """
     module = _select(options, x_RK, w_ENK, aligned)
-    out: Tensor = module.forward(x_RK, w_ENK, offsets, options, input_amax)
+    out: Tensor = module.forward(x_RK, w_ENK, offsets, options, input_amax, out_dtype or x_RK.dtype)
     return out
 
 

@@ -24,14 +24,15 @@ def forward(
     offsets: Tensor,
     options: Options,
     input_amax: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """[R, N]: each expert's rows times its weight."""
-    out = x_RK.new_zeros(x_RK.shape[0], w_ENK.shape[1])
+    out = x_RK.new_zeros(x_RK.shape[0], w_ENK.shape[1], dtype=out_dtype)
     for expert, rows in _experts(offsets):
         amax = None if input_amax is None else input_amax.reshape(-1)[expert]
         x = quantize(x_RK[rows], options.recipe, amax=amax, impl="ref")
         w = quantize(w_ENK[expert], options.recipe, role="weight", impl="ref")
-        out[rows] = gemm(x, w, out_dtype=x_RK.dtype, impl="ref")
+        out[rows] = gemm(x, w, out_dtype=out_dtype, impl="ref")
     return out
 
 

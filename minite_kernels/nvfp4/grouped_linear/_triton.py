@@ -68,7 +68,7 @@ def _expert_amax_kernel(part_ptr, offsets_ptr, out_ptr, PER: tl.constexpr, BLOCK
 
 @triton.jit
 def _transform(x, h_ptr, RHT: tl.constexpr):
-    """x [16, BC] as FP32, after the random Hadamard transform along its rows if asked."""
+    """X [16, BC] as FP32, after the random Hadamard transform along its rows if asked."""
     if RHT:
         i = tl.arange(0, 16)
         h = tl.load(h_ptr + i[:, None] * 16 + i[None, :])
@@ -231,11 +231,12 @@ def forward(
     offsets: Tensor,
     options: Options,
     input_amax: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """[R, N]: each expert's rows times its weight."""
     x, x_scale = rows_values(x_RK, offsets, options, options.recipe.activation)
     w, w_scale = weight_values(w_ENK, options)
-    return _rows_gemm(x, x_scale, w, w_scale, offsets, options, x_RK.dtype, b_by_rows=False)
+    return _rows_gemm(x, x_scale, w, w_scale, offsets, options, out_dtype, b_by_rows=False)
 
 
 def data_gradient(dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options) -> Tensor:

@@ -20,7 +20,14 @@ from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-__all__ = ["amax_of", "dequantize", "global_scale", "quantize"]
+__all__ = [
+    "amax_of",
+    "beyond_triton",
+    "decoded_values",
+    "dequantize",
+    "global_scale",
+    "quantize",
+]
 
 
 def quantize(
@@ -46,7 +53,7 @@ def quantize(
     operand = recipe.operand(role)
     _check_input(x_MK)
     given = _given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
-    limits = {"triton": _beyond_triton(operand, x_MK)}
+    limits = {"triton": beyond_triton(operand, x_MK)}
     module = select("quantize", __name__, impl, x_MK.device, limits)
     if given is None and operand.amax_scope == "token":
         codes, block_scale, scale = module.quantize_tokens(operand, x_MK, generator)
@@ -65,7 +72,40 @@ def quantize(
     )
 
 
-def _beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
+def decoded_values(
+    x_MK: Tensor,
+    recipe: Recipe | str,
+    *,
+    role: Role = "activation",
+    amax: Tensor | None = None,
+    global_encode_scale: Tensor | None = None,
+) -> tuple[Tensor, Nvfp4Tensor]:
+    """Quantize x with the Triton kernels into exact FP16 values q*s [M, K], without packing.
+
+    The second result carries the global scales; its codes are empty. For GEMMs that would decode
+    the codes at once.
+    """
+    recipe = get_recipe(recipe)
+    operand = recipe.operand(role)
+    _check_input(x_MK)
+    from minite_kernels.nvfp4.quantize import _triton
+
+    scale = _given_scale(x_MK, recipe, role, amax, global_encode_scale, None)
+    fits = x_MK.shape[1] <= _triton.configs.TOKEN_MAX_COLUMNS
+    if scale is None and operand.amax_scope == "token" and fits:
+        values, scale = _triton.quantize_token_values(operand, x_MK)
+    else:
+        if scale is None:
+            token = operand.amax_scope == "token"
+            scale = (_ref.scale_of if token else _triton.tensor_scale)(operand, x_MK)
+        values = _triton.quantize_values(operand, x_MK, scale)
+    empty = x_MK.new_empty(0, dtype=torch.uint8)
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    meta = Nvfp4Tensor(empty, empty, scale.amax, scale.encode, scale.decode, shape, recipe, role)
+    return values, meta
+
+
+def beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
     """Say what the Triton quantizer does not do of this call, None if it does all of it."""
     if operand.four_over_six is not None:
         return "four-over-six runs in torch"

@@ -32,7 +32,7 @@ from minite_kernels.nvfp4.grouped_gemm import (
     route,
 )
 from minite_kernels.nvfp4.layout import pack_codes
-from minite_kernels.nvfp4.quantize import _beyond_triton, quantize
+from minite_kernels.nvfp4.quantize import beyond_triton, quantize
 from minite_kernels.nvfp4.recipe import RECIPES, get_recipe
 from minite_kernels.nvfp4.reciprocal import pack_corrections, rcp_approx
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -93,7 +93,7 @@ def check_quantizer() -> dict[str, Any]:
                 x = x[:rows]
                 expected = quantize(x, recipe, role=role, impl="ref", **scales)
                 on_device = {key: value.to(DEVICE) for key, value in scales.items()}
-                impls = ["ref"] if _beyond_triton(operand, x) else ["ref", "triton"]
+                impls = ["ref"] if beyond_triton(operand, x) else ["ref", "triton"]
                 for impl in impls:
                     ours = quantize(x.to(DEVICE), recipe, role=role, impl=impl, **on_device)
                     bad = different(ours.codes.cpu(), expected.codes)

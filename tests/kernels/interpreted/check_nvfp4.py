@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import interpreter  # noqa: F401
 import pytest
 import torch
 from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
 from torch import Tensor
 
+from minite_kernels.nvfp4 import grouped_linear
 from minite_kernels.nvfp4.gemm import _ref as gemm_ref
-from minite_kernels.nvfp4.gemm import configs, gemm
+from minite_kernels.nvfp4.gemm import configs, gemm, linear
 from minite_kernels.nvfp4.grouped_gemm import (
+    ExpertOperands,
     combine,
+    experts_linear,
     gather,
     grouped_gemm,
     quantize_grouped,
     route,
 )
-from minite_kernels.nvfp4.quantize import _beyond_triton, _ref, _triton, quantize
+from minite_kernels.nvfp4.quantize import _ref, _triton, beyond_triton, quantize
 from minite_kernels.nvfp4.recipe import RECIPES, OperandRecipe
 
 
@@ -33,7 +38,7 @@ def operands() -> dict[str, tuple[str, str, OperandRecipe]]:
         for role in ("activation", "weight"):
             operand = recipe.operand(role)  # type: ignore[arg-type]
             approximate = operand.reciprocal == "rcp_approx"  # no such instruction here
-            if not approximate and _beyond_triton(operand, torch.zeros(16, 16)) is None:
+            if not approximate and beyond_triton(operand, torch.zeros(16, 16)) is None:
                 seen.setdefault(operand, (name, role, operand))
     return {f"{name}-{role}": case for case in seen.values() for name, role, _ in [case]}
 
@@ -157,5 +162,76 @@ def test_grouped_gemm(recipe: str, decode_rows: int, monkeypatch: pytest.MonkeyP
     ours, ref = (
         combine(ref, routing, router_weights, impl=impl)  # type: ignore[arg-type]
         for impl in ("triton", "ref")
+    )
+    assert same(ours, ref)
+
+
+@pytest.mark.parametrize("recipe", ("te", "te-1d", "te-python"))
+def test_grouped_linear_gives_the_reference_bits_in_all_three_gemms(recipe: str) -> None:
+    base = RECIPES[recipe]
+    rne = replace(base, gradient=replace(base.gradient, rounding="rne"))
+    offsets = torch.tensor([0, 64, 64, 192])
+    x, dy = matrix("normal", 256, 64).bfloat16(), matrix("normal", 256, 128, seed=5).bfloat16()
+    for tensor in (x, dy):
+        tensor[50:64] = 0  # padding within an expert
+        tensor[192:] = 0  # rows of no expert
+    w = torch.stack([matrix("normal", 128, 64, seed=e) for e in range(3)]).bfloat16()
+    calls = (
+        (grouped_linear.forward, (x, w)),
+        (grouped_linear.data_gradient, (dy, w)),
+        (grouped_linear.weight_gradient, (dy, x)),
+    )
+    for function, (first, second) in calls:
+        ref, ours = (
+            function(first, second, offsets, grouped_linear.Options(rne, impl), aligned=True)
+            for impl in ("ref", "triton")
+        )
+        if function is grouped_linear.weight_gradient:
+            # After the RHT some exact sums need more than 24 bits: FP32's order shows there.
+            assert ((ours - ref).norm() / ref.norm()).item() < 1e-6
+            assert (ours != ref).float().mean().item() < 1e-3
+        else:
+            assert same(ours, ref), function.__name__
+
+
+def test_routing_ops_give_the_reference_bits() -> None:
+    scores = torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
+    routing = route(scores.topk(2).indices, 5, align=16)
+    x = matrix("normal", 40, 72).bfloat16()
+    rows = gather(x, routing, impl="ref")
+    assert same(gather(x, routing, impl="triton"), rows)
+    weights = torch.rand(40, 2, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for impl in ("ref", "triton"):
+        y, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        combine(y, routing, w, impl=impl).backward(x)
+        gradients.append((y.grad, w.grad))
+    assert same(gradients[0][0], gradients[1][0])
+    assert torch.allclose(gradients[0][1], gradients[1][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ("te", "te-row-scaled", "pow2", "modelopt"))
+def test_linear_gives_the_bits_of_quantize_and_gemm(recipe: str) -> None:
+    w = quantize(matrix("normal", 96, 256, seed=1), recipe, role="weight", impl="ref")
+    for m in (3, 70):
+        x = matrix("normal", m, 256).bfloat16()
+        expected = gemm(quantize(x, recipe, impl="ref"), w, impl="ref")
+        assert same(linear(x, w, impl="triton"), expected)
+        assert same(linear(x, w, impl="ref"), expected)
+
+
+def test_experts_linear_gives_the_bits_of_quantize_and_grouped_gemm() -> None:
+    scores = torch.rand(40, 5, generator=torch.Generator().manual_seed(0))
+    routing = route(scores.topk(2).indices, 5)
+    x = matrix("normal", 40, 128).bfloat16()
+    b = ExpertOperands(
+        [
+            quantize(matrix("normal", 72, 128, seed=e), "te-row-scaled", role="weight", impl="ref")
+            for e in range(5)
+        ]
+    )
+    rows = routing.order // routing.slots
+    ref, ours = (
+        experts_linear(x, b, routing.offsets, rows=rows, impl=impl) for impl in ("ref", "triton")
     )
     assert same(ours, ref)

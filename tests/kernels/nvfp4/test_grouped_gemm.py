@@ -101,3 +101,39 @@ def test_errors() -> None:
     q = quantize_grouped(rows, routing.offsets, "te")
     with pytest.raises(ValueError, match="offsets"):
         grouped_gemm(q, weights("te")[:5], routing.offsets)
+
+
+def test_aligned_routing_pads_with_zero_rows_and_changes_no_result() -> None:
+    x = matrix("normal", TOKENS, K).bfloat16()
+    plain, padded = route(ids(), EXPERTS), route(ids(), EXPERTS, align=16)
+    assert not (padded.offsets % 16).any()
+    assert (padded.order >= 0).sum() == TOKENS * SLOTS
+    rows = gather(x, padded)
+    assert not rows[padded.order < 0].any()
+    assert torch.equal(rows[padded.place], gather(x, plain)[plain.place])
+    w = weights("te")
+    router_weights = torch.rand(TOKENS, SLOTS, generator=torch.Generator().manual_seed(1))
+    results = []
+    for routing in (plain, padded):
+        owned = gather(x, routing)[: int(routing.offsets[-1])]
+        q = quantize_grouped(owned, routing.offsets, "te")
+        results.append(combine(grouped_gemm(q, w, routing.offsets), routing, router_weights))
+    assert torch.equal(*results)
+
+
+def test_gather_and_combine_gradients_match_autograd() -> None:
+    x = matrix("normal", TOKENS, 24).double().float().requires_grad_()
+    w = torch.rand(TOKENS, SLOTS, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for align in (1, 16):
+        routing = route(ids(), EXPERTS, align=align)
+        (
+            combine(gather(x, routing).sin(), routing, w) * matrix("normal", TOKENS, 24, seed=3)
+        ).sum().backward()
+        ours = [x.grad, w.grad]
+        x.grad = w.grad = None
+        y = x[:, None, :].expand(-1, SLOTS, -1).sin()
+        ((y * w[:, :, None]).sum(1) * matrix("normal", TOKENS, 24, seed=3)).sum().backward()
+        assert torch.allclose(ours[0], x.grad, atol=1e-5) and torch.allclose(
+            ours[1], w.grad, atol=1e-4
+        )
+        x.grad = w.grad = None
