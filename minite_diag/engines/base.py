@@ -10,9 +10,11 @@ To add an engine: subclass Engine, name it "module:Class" under the entry-point 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from minite_diag.errors import EngineUnavailable
 from minite_diag.plan import EngineSpec, Plan
 
 if TYPE_CHECKING:
@@ -128,6 +130,14 @@ class Engine(ABC):
         Returns the whole sequence (prompt + generated) with the sampler's own log-probabilities;
         prompt positions may be None.
         """
+
+    def score_batch(self, sequences: Sequence[TokenSequence]) -> list[ScoredTokens]:
+        """As `score`, all sequences in one batch; raises EngineUnavailable if there is no batch."""
+        raise EngineUnavailable(f"{self.name} scores one sequence at a time only")
+
+    def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
+        """As `score`, the prefill cut into chunks; raises EngineUnavailable if it can't be."""
+        raise EngineUnavailable(f"{self.name} prefills a sequence as a whole only")
 
     def close(self) -> None:  # noqa: B027
         """Free the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from minite_diag.capture.hooks import attach, flatten_rows
+from minite_diag.alignments.base import apply_replacements, with_replaced
+from minite_diag.capture.hooks import attach, pass_on, substitute
+from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
     Engine,
@@ -69,13 +71,15 @@ class HfEngine(Engine):
         self.device = torch.device(spec.options.get("device") or _default_device())
         self.attention = spec.options.get("attention", "sdpa")
         self.model = self._load_model(Path(spec.checkpoint))
+        self.patched = apply_replacements(self.name, spec.align, self.model)
+        self.attention = str(self.model.config._attn_implementation)
         return EngineInfo(
             label=self.label,
             version=importlib.metadata.version("transformers"),
             device=_device_name(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             layout=Layout(_expert_parts(self.model)),
-            evidence=tuple(self.evidence()),
+            evidence=with_replaced(self.evidence(), self.patched),
             invisible=self.invisible(),
             settings={
                 "attention": str(self.model.config._attn_implementation),
@@ -160,8 +164,8 @@ class HfEngine(Engine):
         elif kind.endswith("Router"):
             _observe_router(name, module, recorder)
         elif isinstance(module, nn.Linear) or "Norm" in kind:
-            attach(module, name, recorder)
             if name.endswith("mlp.down_proj"):
+                # Before the linear's own hook, which may hand on another input.
                 attach(
                     module,
                     name.removesuffix("down_proj") + "act_fn",
@@ -169,6 +173,7 @@ class HfEngine(Engine):
                     input_kind="output",
                     output_kind=None,
                 )
+            attach(module, name, recorder)
         elif isinstance(module, nn.Embedding) or re.fullmatch(r".*layers\.\d+", name):
             attach(module, name, recorder, input_kind=None)
 
@@ -177,10 +182,38 @@ class HfEngine(Engine):
         self._begin(sequence, 0, len(sequence.token_ids), "prefill")
         ids = torch.tensor([sequence.token_ids], device=self.device)
         with torch.inference_mode():
-            logits_TV = self.model(input_ids=ids, use_cache=False).logits[0]
-            logprobs, top_ids, top_logprobs = _gather(
-                logits_TV[:-1], ids[0, 1:], self.plan.capture.top_k
-            )
+            return self._scored(sequence, self.model(input_ids=ids, use_cache=False).logits[0])
+
+    def score_batch(self, sequences: Sequence[TokenSequence]) -> list[ScoredTokens]:
+        """One forward pass over right-padded sequences."""
+        longest = max(len(s.token_ids) for s in sequences)
+        rows = [s.token_ids + (0,) * (longest - len(s.token_ids)) for s in sequences]
+        real = [[1] * len(s.token_ids) + [0] * (longest - len(s.token_ids)) for s in sequences]
+        ids = torch.tensor(rows, device=self.device)
+        mask = torch.tensor(real, device=self.device)
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            return [
+                self._scored(s, logits_TV[: len(s.token_ids)])
+                for s, logits_TV in zip(sequences, logits, strict=True)
+            ]
+
+    def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
+        """Forward passes over chunks with the KV cache."""
+        ids = torch.tensor([sequence.token_ids], device=self.device)
+        parts, cache = [], None
+        with torch.inference_mode():
+            for chunk in ids.split(chunk_tokens, 1):
+                output = self.model(input_ids=chunk, use_cache=True, past_key_values=cache)
+                cache = output.past_key_values
+                parts.append(output.logits[0])
+            return self._scored(sequence, torch.cat(parts))
+
+    def _scored(self, sequence: TokenSequence, logits_TV: torch.Tensor) -> ScoredTokens:
+        ids_T = torch.tensor(sequence.token_ids, device=self.device)
+        logprobs, top_ids, top_logprobs = _gather(
+            logits_TV[:-1], ids_T[1:], self.plan.capture.top_k
+        )
         return ScoredTokens(
             sequence,
             (None, *logprobs),
@@ -246,6 +279,11 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def log_softmax(logits_TV: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of FP32 logits; the alignment `logprobs` puts another one here."""
+    return logits_TV.log_softmax(-1)
+
+
 def _gather(
     logits_TV: torch.Tensor, ids_T: torch.Tensor, k: int
 ) -> tuple[list[float | None], list[tuple[int, ...]], list[tuple[float, ...]]]:
@@ -254,7 +292,7 @@ def _gather(
     top_ids: list[tuple[int, ...]] = []
     top_logprobs: list[tuple[float, ...]] = []
     for rows_TV, ids in zip(logits_TV.split(LOGPROB_ROWS), ids_T.split(LOGPROB_ROWS), strict=True):
-        all_TV = rows_TV.float().log_softmax(-1)
+        all_TV = log_softmax(rows_TV.float())
         logprobs += all_TV.gather(1, ids[:, None])[:, 0].tolist()
         if k:
             values, indices = all_TV.topk(min(k, all_TV.shape[1]))
@@ -295,20 +333,22 @@ def _expert_parts(model: nn.Module) -> dict[str, tuple[Part, ...]]:
 def _observe_router(name: str, module: nn.Module, recorder: Recorder) -> None:
     """A top-k router returns (logits [T, E], weights [T, k], ids [T, k])."""
     experts = name.removesuffix("gate") + "experts"
-    attach(module, name, recorder, output_kind=None)
-    for kind, site, index in (
-        ("router_logits", name, 0),
-        ("topk_weights", experts, 1),
-        ("topk_ids", experts, 2),
-    ):
-        attach(
-            module,
-            site,
-            recorder,
-            input_kind=None,
-            output_kind=kind,
-            pick_output=lambda output, index=index: output[index],  # type: ignore[misc]
-        )
+    attach(module, name, recorder, output_kind="router_logits")
+    for kind in ("topk_weights", "topk_ids"):
+        recorder.promise(experts, kind)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not recorder.active:
+            return None
+        logits, weights, ids = output
+        recorder.tensor(experts, "topk_weights", weights)
+        recorder.tensor(experts, "topk_ids", ids)
+        if isinstance(recorder, IntervenedRecorder):
+            replaced = recorder.route(experts, ids, weights)
+            ids, weights = replaced if replaced is not None else (ids, weights)
+        return logits, weights, ids
+
+    module.register_forward_hook(after)
 
 
 class _ExpertWatcher(TorchFunctionMode):
@@ -324,12 +364,11 @@ class _ExpertWatcher(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         if func is nn.functional.linear:
-            self._record(args[0], args[1], result)
-        return result
+            return self._linear(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
-    def _record(self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    def _linear(self, func: Callable[..., Any], x: Any, weight: Any, *rest: Any, **kw: Any) -> Any:
         for fused, parts in (
             (self.module.gate_up_proj, ("gate_proj", "up_proj")),
             (self.module.down_proj, ("down_proj",)),
@@ -340,10 +379,19 @@ class _ExpertWatcher(TorchFunctionMode):
             expert = (weight.storage_offset() - fused.storage_offset()) // fused.stride(0)
             # The order in which the module's torch.where lists an expert's tokens.
             rows = (self.ids_TK == expert).T.nonzero()[:, 1]
-            for part, out in zip(parts, y.chunk(len(parts), -1), strict=True):
-                site = f"{self.name}.{expert}.{part}"
-                self.recorder.tensor(site, "input", x, rows)
-                self.recorder.tensor(site, "output", out, rows)
+            sites = [f"{self.name}.{expert}.{part}" for part in parts]
+            given = x
+            for site in sites:
+                x = pass_on(self.recorder, site, "input", given, rows)
+            y = func(x, weight, *rest, **kw)
+            outputs = y.chunk(len(parts), -1)
+            new = [
+                pass_on(self.recorder, site, "output", out, rows)
+                for site, out in zip(sites, outputs, strict=True)
+            ]
+            changed = any(a is not b for a, b in zip(new, outputs, strict=True))
+            return torch.cat(new, -1) if changed else y
+        return func(x, weight, *rest, **kw)
 
 
 def _observe_experts(name: str, module: nn.Module, recorder: Recorder) -> None:
@@ -359,6 +407,13 @@ def _observe_experts(name: str, module: nn.Module, recorder: Recorder) -> None:
     module.forward = watched
 
 
+def _pass_heads(recorder: Recorder, site: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Pass [batch, heads, tokens, dim] on as rows of tokens."""
+    rows = tensor.transpose(1, 2)
+    new = pass_on(recorder, site, "output", rows)
+    return tensor if new is rows else new.transpose(1, 2)
+
+
 def _observe_attention(model: Any, implementation: str, recorder: Recorder) -> None:
     """Record q and k after RoPE and the attention output through the attention registry."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -371,15 +426,17 @@ def _observe_attention(model: Any, implementation: str, recorder: Recorder) -> N
     }
 
     def observed(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        output = native(module, query, key, *args, **kw)
         name = names.get(id(module))
-        if name is not None and recorder.active:
-            new = query.shape[2]
-            for site, tensor in (("q_rope", query), ("k_rope", key[:, :, -new:])):
-                rows = tensor.transpose(1, 2).flatten(2)
-                recorder.tensor(f"{name}.{site}", "output", flatten_rows(rows))
-            recorder.tensor(f"{name}.attn", "output", output[0].flatten(2).flatten(0, 1))
-        return output
+        if name is None or not recorder.active:
+            return native(module, query, key, *args, **kw)
+        query = _pass_heads(recorder, f"{name}.q_rope", query)
+        new = key[:, :, -query.shape[2] :]
+        rotated = _pass_heads(recorder, f"{name}.k_rope", new)
+        if rotated is not new:
+            key = torch.cat((key[:, :, : -query.shape[2]], rotated), 2)
+        output = native(module, query, key, *args, **kw)
+        mixed = pass_on(recorder, f"{name}.attn", "output", output[0])
+        return output if mixed is output[0] else substitute(output, output[0], mixed)
 
     for name in names.values():
         for site in ("q_rope", "k_rope", "attn"):

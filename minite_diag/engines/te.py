@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from minite_diag.capture.hooks import pass_on
 from minite_diag.capture.recorder import Recorder
 from minite_diag.checkpoints import fused_group
 from minite_diag.engines.base import EngineInfo, Evidence
@@ -195,9 +196,7 @@ class QuantizedSite:
         self.recorder = recorder
         recorder.static(self.name, "weight_codes", self.weight_q.codes)
         recorder.static(self.name, "weight_block_scale", self.weight_q.block_scale)
-        recorder.static(
-            self.name, "weight_global_decode_scale", self.weight_q.global_decode_scale
-        )
+        recorder.static(self.name, "weight_global_decode_scale", self.weight_q.global_decode_scale)
         if ".experts." not in self.name:
             for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
                 recorder.promise(self.name, kind)
@@ -216,6 +215,14 @@ class QuantizedSite:
             None if per_call else rows,
             per_call=per_call,
         )
+
+
+def sum_slots(slots_TKH: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, k, H] -> [T, H], added in slot order."""
+    total = slots_TKH[:, 0]
+    for slot in range(1, slots_TKH.shape[1]):
+        total = total + slots_TKH[:, slot]
+    return total
 
 
 class TeRefLinear(nn.Linear):
@@ -284,6 +291,7 @@ class TeRefExperts(nn.Module):
             self._add(expert, fc1, quantized)
             self._add(expert, {"down_proj": down[expert]}, quantized)
         self.recorder: Recorder | None = None
+        self.combine_in_slot_order = False
 
     def _add(self, expert: int, parts: dict[str, torch.Tensor], quantized: frozenset[str]) -> None:
         names = [f"{self.name}.{expert}.{part}" for part in parts]
@@ -316,16 +324,23 @@ class TeRefExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """X [T, H], ids [T, k], weights [T, k] -> [T, H]."""
-        self._record(self.name, "input", hidden_states, None)
+        hidden_states = self._pass_on(self.name, "input", hidden_states, None)
         out_TH = torch.zeros_like(hidden_states)
+        slots_TKH = hidden_states.new_zeros(
+            *top_k_index.shape, hidden_states.shape[-1], dtype=torch.float32
+        )
         for expert in range(self.num_experts):
             slots, tokens = torch.where((top_k_index == expert).T)
             if len(tokens):
                 y = self._expert(expert, hidden_states[tokens], tokens)
-                y = y * top_k_weights[tokens, slots, None]
-                out_TH.index_add_(0, tokens, y.to(out_TH.dtype))
-        self._record(self.name, "output", out_TH, None)
-        return out_TH
+                weight = top_k_weights[tokens, slots, None]
+                if self.combine_in_slot_order:
+                    slots_TKH[tokens, slots] = y.float() * weight
+                else:
+                    out_TH.index_add_(0, tokens, (y * weight).to(out_TH.dtype))
+        if self.combine_in_slot_order:
+            out_TH = sum_slots(slots_TKH).to(hidden_states.dtype)
+        return self._pass_on(self.name, "output", out_TH, None)
 
     def _expert(self, expert: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         prefix = f"{self.name}.{expert}."
@@ -336,21 +351,23 @@ class TeRefExperts(nn.Module):
     def _linears(
         self, names: list[str], x: torch.Tensor, tokens: torch.Tensor
     ) -> list[torch.Tensor]:
+        given = x
+        for name in names:
+            x = self._pass_on(name, "input", given, tokens)
         q = quantize(x, self.recipe) if names[0] in self._operands else None
         outputs = []
         for name in names:
-            self._record(name, "input", x, tokens)
             if q is None:
                 y = nn.functional.linear(x, self._plain[name])
             else:
                 self.linears[name].record(q, tokens)
                 y = gemm(q, self._operands[name], out_dtype=self.dtype)
-            self._record(name, "output", y, tokens)
-            outputs.append(y)
+            outputs.append(self._pass_on(name, "output", y, tokens))
         return outputs
 
-    def _record(
+    def _pass_on(
         self, site: str, kind: str, tensor: torch.Tensor, rows: torch.Tensor | None
-    ) -> None:
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.tensor(site, kind, tensor, rows)
+    ) -> torch.Tensor:
+        if self.recorder is None or not self.recorder.active:
+            return tensor
+        return pass_on(self.recorder, site, kind, tensor, rows)

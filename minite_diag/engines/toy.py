@@ -7,7 +7,8 @@ It reads no checkpoint; only the vocabulary size is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final
 
 import torch
@@ -220,13 +221,26 @@ class ToyEngine(Engine):
         """Decode by repeating the whole forward pass."""
         generator = torch.Generator().manual_seed(seed)
         ids = list(sequence.token_ids[: sequence.prompt_length])
-        for _ in range(num_tokens):
-            probabilities = self._logprobs(ids)[-1].exp()
-            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        with self._unobserved():
+            for _ in range(num_tokens):
+                probabilities = self._logprobs(ids)[-1].exp()
+                ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         prompt = sequence.prompt_length
         whole = TokenSequence("sample", sequence.source, sequence.probe, tuple(ids), prompt)
         phases = ("prefill",) * (prompt + 1) + ("decode",) * (num_tokens - 1)
         return self._score(whole, phases)
+
+    @contextlib.contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        """Forward passes that aren't recorded: the last one, over all tokens, is."""
+        before = self.recorder.active if self.recorder is not None else False
+        if self.recorder is not None:
+            self.recorder.active = False
+        try:
+            yield
+        finally:
+            if self.recorder is not None:
+                self.recorder.active = before
 
     def _logprobs(self, ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():

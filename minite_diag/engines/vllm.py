@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from minite_diag.alignments.base import apply_replacements, with_replaced
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
     Engine,
@@ -65,7 +66,12 @@ OPTIONS: Final = {
     "seed": "overrides the plan's seed",
 }
 
-NVFP4_RECIPES: Final = ("auto", "vllm-emulation", *nvfp4_modelled.MODELLED_RECIPES)
+NVFP4_RECIPES: Final = (
+    "auto",
+    "vllm-emulation",
+    *nvfp4_modelled.MODELLED_RECIPES,
+    *nvfp4_modelled.ALIGNED_RECIPES,
+)
 
 QUANTIZATIONS: Final = {
     "nvfp4-modelopt": ("modelopt", "modelopt_fp4"),
@@ -92,6 +98,7 @@ class VllmEngine(Engine):
         _check_architecture(config)
         self.snapshot = WeightSnapshot()
         arguments = self._arguments(config, register_loader(self.snapshot))
+        self.patched = apply_replacements(self.name, spec.align, None)
         try:
             self.llm = vllm.LLM(**arguments)
         except MiniteDiagError:
@@ -110,6 +117,7 @@ class VllmEngine(Engine):
     def _arguments(self, config: dict[str, Any], load_format: str) -> dict[str, Any]:
         options = self.spec.options
         length = int(options.get("max_model_len", self._needed_length()))
+        sequences = int(options.get("max_num_seqs", 8))
         arguments: dict[str, Any] = {
             "model": self.spec.checkpoint,
             "dtype": options.get("dtype", self.plan.dtype),
@@ -125,9 +133,10 @@ class VllmEngine(Engine):
             "max_logprobs": max(20, self.plan.capture.top_k),
             "max_model_len": length,
             "max_num_batched_tokens": int(
-                options.get("max_num_batched_tokens", min(length, MAX_BATCHED_TOKENS))
+                # Room for a whole batch in one step: a batch leg must not chunk its prompts.
+                options.get("max_num_batched_tokens", min(sequences * length, MAX_BATCHED_TOKENS))
             ),
-            "max_num_seqs": int(options.get("max_num_seqs", 8)),
+            "max_num_seqs": sequences,
             "seed": int(options.get("seed", self.plan.seed)),
         }
         if "attention_backend" in options:
@@ -199,7 +208,7 @@ class VllmEngine(Engine):
 
     def _info(self, version: str, layout: Layout) -> EngineInfo:
         config = self.llm.llm_engine.vllm_config
-        evidence = tuple(readback.read_evidence(self.model))
+        evidence = with_replaced(readback.read_evidence(self.model), self.patched)
         settings = readback.read_settings(self.model, config)
         settings["weights_before_post_load"] = str(len(self.snapshot))
         device = next(self.model.parameters()).device
@@ -221,14 +230,40 @@ class VllmEngine(Engine):
 
     def score(self, sequence: TokenSequence) -> ScoredTokens:
         """Prompt logprobs of the whole sequence, alone in the batch."""
+        return self.score_batch([sequence])[0]
+
+    def score_batch(self, sequences: Sequence[TokenSequence]) -> list[ScoredTokens]:
+        """Prompt logprobs of requests that are queued together, before the first step."""
         from vllm import SamplingParams
 
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=self.plan.capture.top_k,
+            detokenize=False,
+        )
+        outputs = self._generate([(s, s.token_ids) for s in sequences], params)
+        return [self._scored(s, output) for s, output in zip(sequences, outputs, strict=True)]
+
+    def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
+        """As `score`, with a scheduler that allows `chunk_tokens` a step."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        scheduler: Any = getattr(core, "scheduler", None)
+        if not hasattr(scheduler, "max_num_scheduled_tokens"):
+            raise EngineUnavailable(
+                "this vLLM's scheduler has no token budget that can be lowered while it runs",
+                "compare with the option max_num_batched_tokens instead",
+            )
+        before = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = chunk_tokens
+        try:
+            return self.score(sequence)
+        finally:
+            scheduler.max_num_scheduled_tokens = before
+
+    def _scored(self, sequence: TokenSequence, output: Any) -> ScoredTokens:
         top_k = self.plan.capture.top_k
         length = len(sequence.token_ids)
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=top_k, detokenize=False
-        )
-        output = self._generate(sequence, sequence.token_ids, params)
         found = [
             _read_logprobs(entry, token, top_k)
             for entry, token in zip(output.prompt_logprobs[1:], sequence.token_ids[1:], strict=True)
@@ -257,7 +292,7 @@ class VllmEngine(Engine):
             logprobs=top_k,
             detokenize=False,
         )
-        completion = self._generate(sequence, prompt, params).outputs[0]
+        completion = self._generate([(sequence, prompt)], params)[0].outputs[0]
         new = tuple(int(token) for token in completion.token_ids)
         if len(new) != num_tokens:
             raise EngineError(
@@ -291,37 +326,53 @@ class VllmEngine(Engine):
             return None
         return seed
 
-    def _generate(self, sequence: TokenSequence, prompt: Sequence[int], params: Any) -> Any:
+    def _generate(
+        self, requests: Sequence[tuple[TokenSequence, Sequence[int]]], params: Any
+    ) -> list[Any]:
+        """Run requests (sequence, prompt) together; results in their order."""
+        for sequence, prompt in requests:
+            self._check_request(sequence, prompt, params.max_tokens)
+        engine = self.llm.llm_engine
+        ids = [f"minite-{self._count + i}" for i in range(1, len(requests) + 1)]
+        self._count += len(requests)
+        self._requests.update(
+            {id: Request(s, len(p)) for id, (s, p) in zip(ids, requests, strict=True)}
+        )
+        names = ", ".join(repr(sequence.probe) for sequence, _ in requests)
+        try:
+            for id, (_, prompt) in zip(ids, requests, strict=True):
+                engine.add_request(id, {"prompt_token_ids": list(prompt)}, params)
+            finished: dict[str, Any] = {}
+            while engine.has_unfinished_requests():
+                finished |= {out.request_id: out for out in engine.step() if out.finished}
+        except MiniteDiagError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vllm failed on probe {names}: {_root_cause(error)}",
+                "see the engine's log for vLLM's own messages",
+            ) from error
+        finally:
+            for id in ids:
+                del self._requests[id]
+        if sorted(finished) != sorted(ids):
+            raise EngineError(
+                f"vllm returned {len(finished)} results for {len(ids)} requests", "report it"
+            )
+        return [finished[id] for id in ids]
+
+    def _check_request(
+        self, sequence: TokenSequence, prompt: Sequence[int], max_tokens: int
+    ) -> None:
         config = self.llm.llm_engine.vllm_config.model_config
         _check_ids(sequence, prompt, config.get_vocab_size())
-        needed = len(prompt) + params.max_tokens
+        needed = len(prompt) + max_tokens
         if needed > config.max_model_len:
             raise EngineError(
                 f"probe {sequence.probe!r} needs {needed} positions, max_model_len is "
                 f"{config.max_model_len}",
                 f"set the option max_model_len={needed}",
             )
-        self._count += 1
-        request_id = f"minite-{self._count}"
-        self._requests[request_id] = Request(sequence, len(prompt))
-        engine = self.llm.llm_engine
-        try:
-            engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
-            finished = []
-            while engine.has_unfinished_requests():
-                finished += [output for output in engine.step() if output.finished]
-        except MiniteDiagError:
-            raise
-        except Exception as error:
-            raise EngineError(
-                f"vllm failed on probe {sequence.probe!r}: {_root_cause(error)}",
-                "see the engine's log for vLLM's own messages",
-            ) from error
-        finally:
-            del self._requests[request_id]
-        if len(finished) != 1:
-            raise EngineError(f"vllm returned {len(finished)} results for one request", "report it")
-        return finished[0]
 
     def close(self) -> None:
         """Shut the engine core down and free the model."""

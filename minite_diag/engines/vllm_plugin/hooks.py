@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from minite_diag.capture.hooks import attach
+from minite_diag.capture.hooks import attach, pass_on, substitute
+from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import TokenSequence
 from minite_diag.engines.vllm_plugin import nvfp4_modelled
@@ -144,6 +145,14 @@ class Observer:
         if self.recorder.active:
             self.recorder.tensor(native, kind, tensor.reshape(len(self._rows), -1))
 
+    def _pass_on(self, native: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Record; the same object, unless an intervention replaces it."""
+        if not self.recorder.active:
+            return tensor
+        rows = tensor.reshape(len(self._rows), -1)
+        new = pass_on(self.recorder, native, kind, rows)
+        return tensor if new is rows else new.reshape(tensor.shape)
+
     def _promise(self, native: str, *kinds: str) -> None:
         for kind in kinds:
             self.recorder.promise(native, kind)
@@ -154,31 +163,60 @@ class Observer:
         if finished is not None:
             self._promise(finished, "output")
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden, *residual = (*args, *kwargs.values())
-            if not residual or residual[0] is None:
-                self._record(name, "input", hidden)
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.recorder.active:
+                return None
+            hidden, *rest = (*args, *kwargs.values())
+            residual = rest[0] if rest else None
+            if residual is None:
+                new = self._pass_on(name, "input", hidden)
+                return substitute(args, hidden, new), substitute(kwargs, hidden, new)
+            total = self._replaced_layer(finished, hidden, residual)
+            if total is None:
+                return None
+            zero = torch.zeros_like(hidden)
+            args, kwargs = substitute(args, hidden, zero), substitute(kwargs, hidden, zero)
+            return substitute(args, residual, total), substitute(kwargs, residual, total)
 
-        def after(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            if isinstance(output, tuple):
-                output, residual = output
-                if finished is not None:
-                    self._record(finished, "output", residual)
-                self._record(name, "input", residual)
-            self._record(name, "output", output)
+        def after(_: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+            if not self.recorder.active:
+                return None
+            # A fused add and norm gets its two addends from the ops before it, replaced or not;
+            # what is put in the place of the sum that it returns is the next one's addend.
+            if not isinstance(output, tuple):
+                return self._pass_on(name, "output", output)
+            normal, residual = output
+            if finished is not None:
+                self._record(finished, "output", residual)
+            residual = self._pass_on(name, "input", residual)
+            return self._pass_on(name, "output", normal), residual
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
+
+    def _replaced_layer(
+        self, finished: str | None, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What replaces a layer's output, to be normalized with zero as the other addend."""
+        recorder = self.recorder
+        if finished is None or not isinstance(recorder, IntervenedRecorder):
+            return None
+        total = (hidden.float() + residual.float()).to(residual.dtype)
+        new = recorder.replacement(finished, "output", total.reshape(len(self._rows), -1))
+        return None if new is None else new.reshape(residual.shape)
 
     def _attach_attention(self, name: str, module: nn.Module) -> None:
         parent = name.rpartition(".")[0]
         self._promise(f"{parent}.q_rope", "output")
         self._promise(f"{parent}.k_rope", "output")
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            query, key = (*args, *kwargs.values())[:2]
-            self._record(f"{parent}.q_rope", "output", query)
-            self._record(f"{parent}.k_rope", "output", key)
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.recorder.active:
+                return None
+            for site, old in zip(("q_rope", "k_rope"), (*args, *kwargs.values())[:2], strict=True):
+                new = self._pass_on(f"{parent}.{site}", "output", old)
+                args, kwargs = substitute(args, old, new), substitute(kwargs, old, new)
+            return args, kwargs
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         attach(module, name, self.recorder, input_kind=None)
@@ -186,16 +224,39 @@ class Observer:
     def _attach_head(self, module: nn.Module) -> None:
         self._promise("lm_head", "input", "logits")
 
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        where: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            where.clear()
             if not self.recorder.active:
-                return
+                return None
             hidden = (*args, *kwargs.values())[1]
             rows, predicts = self._logits_rows(hidden)
-            if predicts.any():
-                self.recorder.tensor("lm_head", "input", hidden[predicts], rows[predicts])
-                self.recorder.tensor("lm_head", "logits", out[predicts], rows[predicts])
+            if not predicts.any():
+                return None
+            where.append((rows, predicts))
+            given = hidden[predicts]
+            new = pass_on(self.recorder, "lm_head", "input", given, rows[predicts])
+            if new is given:
+                return None
+            changed = hidden.clone()
+            changed[predicts] = new
+            return substitute(args, hidden, changed), substitute(kwargs, hidden, changed)
 
-        module.register_forward_hook(after, with_kwargs=True)
+        def after(_: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
+            if not where:
+                return None
+            rows, predicts = where.pop()
+            given = out[predicts]
+            new = pass_on(self.recorder, "lm_head", "logits", given, rows[predicts])
+            if new is given:
+                return None
+            changed = out.clone()
+            changed[predicts] = new
+            return changed
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
 
     def _logits_rows(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which rows of the call `hidden` [R, H] holds, int64 [R], and which of them count.
@@ -283,11 +344,13 @@ class Observer:
             weights, ids = select(*args, **kwargs)
             self._record(layer.name, "topk_ids", ids)
             self._record(layer.name, "topk_weights", weights)
+            if isinstance(self.recorder, IntervenedRecorder):
+                ids, weights = self.recorder.route(layer.name, ids, weights) or (ids, weights)
             return weights, ids
 
         router.select_experts = watched
 
-    def _expert_tap(self, name: str) -> Callable[..., None]:
+    def _expert_tap(self, name: str) -> Callable[..., torch.Tensor]:
         shared: list[tuple[str, torch.Tensor]] = []
 
         def codes() -> list[tuple[str, torch.Tensor]]:
@@ -297,23 +360,34 @@ class Observer:
         def write(expert: int, part: str, kind: str, tensor: torch.Tensor, rows: Any) -> None:
             self.recorder.tensor(f"{name}.{expert}.{part}", kind, tensor, rows)
 
-        def tap(stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor) -> None:
+        def gate_up(expert: int, tensor: torch.Tensor, rows: Any) -> torch.Tensor:
+            outputs, new = tensor.chunk(2, -1), []
+            for part, out in zip(("gate_proj", "up_proj"), outputs, strict=True):
+                for kind, whole in shared:
+                    write(expert, part, kind, whole[rows], rows)
+                site = f"{name}.{expert}.{part}"
+                new.append(pass_on(self.recorder, site, "output", out, rows))
+            changed = any(a is not b for a, b in zip(new, outputs, strict=True))
+            return torch.cat(new, -1) if changed else tensor
+
+        def tap(
+            stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor
+        ) -> torch.Tensor:
             if not self.recorder.active:
-                return
+                return tensor
+            site = f"{name}.{expert}.down_proj"
             if stage == "input":
                 shared[:] = [("input", tensor), *codes()]
             elif stage == "gate_up":
-                for part, out in zip(("gate_proj", "up_proj"), tensor.chunk(2, -1), strict=True):
-                    for kind, whole in shared:
-                        write(expert, part, kind, whole[rows], rows)
-                    write(expert, part, "output", out, rows)
+                return gate_up(expert, tensor, rows)
             elif stage == "activation":
-                write(expert, "down_proj", "input", tensor, rows)
+                return pass_on(self.recorder, site, "input", tensor, rows)
             elif stage == "quantized":
                 for kind, found in codes():
                     write(expert, "down_proj", kind, found, rows)
             elif stage == "down":
-                write(expert, "down_proj", "output", tensor, rows)
+                return pass_on(self.recorder, site, "output", tensor, rows)
+            return tensor
 
         return tap
 

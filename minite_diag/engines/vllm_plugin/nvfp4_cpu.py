@@ -21,11 +21,15 @@ import torch
 
 from minite_diag.errors import EngineUnavailable
 
+COMBINE_IN_SLOT_ORDER = False
+"""Set by the alignment `experts`: round each expert's output, add the slots in order in FP32."""
+
 KNOWN_VERSIONS: Final = ("0.32.",)
 """vLLM versions whose private MoE oracle this module knows."""
 
-Tap = Callable[[str, int, torch.Tensor | None, torch.Tensor], None]
-"""Called with (stage, expert, rows int64 [R] or None, tensor)."""
+Tap = Callable[[str, int, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Called with (stage, expert, rows int64 [R] or None, tensor); returns what goes on: the same
+object, or a replacement at the stages gate_up, activation and down."""
 
 
 class ExpertArithmetic(Protocol):
@@ -246,8 +250,10 @@ def experts_class(arithmetic: ExpertArithmetic) -> type:
     return CpuNvfp4Experts
 
 
-def _no_tap(stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor) -> None:
-    pass
+def _no_tap(
+    stage: str, expert: int, rows: torch.Tensor | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    return tensor
 
 
 def run_experts(
@@ -269,22 +275,33 @@ def run_experts(
     from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 
     dtype = hidden_TH.dtype
-    slots_TKH = torch.zeros(*topk_ids_TK.shape, hidden_TH.shape[-1], dtype=dtype)
+    slot_dtype = torch.float32 if COMBINE_IN_SLOT_ORDER else dtype
+    slots_TKH = torch.zeros(*topk_ids_TK.shape, hidden_TH.shape[-1], dtype=slot_dtype)
     hidden = arithmetic.quantize(hidden_TH, experts.act_encode_scale("w13"))
     tap("input", -1, None, hidden_TH)
     for expert in topk_ids_TK.unique().tolist():
         rows, slots = torch.where(topk_ids_TK == expert)
         selected = arithmetic.rows(hidden, rows)
         gate_up_RG = arithmetic.matmul(selected, experts, "w13", expert).to(dtype)
-        tap("gate_up", expert, rows, gate_up_RG)
+        gate_up_RG = tap("gate_up", expert, rows, gate_up_RG)
         act_RI = gate_up_RG.new_empty(gate_up_RG.shape[0], gate_up_RG.shape[1] // 2)
         apply_moe_activation(activation, act_RI, gate_up_RG)
-        tap("activation", expert, rows, act_RI)
+        act_RI = tap("activation", expert, rows, act_RI)
         quantized = arithmetic.quantize(act_RI, experts.act_encode_scale("w2"))
         tap("quantized", expert, rows, act_RI)
         down_RH = arithmetic.matmul(quantized, experts, "w2", expert)
-        tap("down", expert, rows, down_RH.to(dtype))
+        rounded_RH = down_RH.to(dtype)
+        passed_RH = tap("down", expert, rows, rounded_RH)
+        # A kernel that applies the router weight in FP32 never rounds here; a replacement did.
+        keeps_fp32 = passed_RH is rounded_RH and not COMBINE_IN_SLOT_ORDER
+        down_RH = down_RH if keeps_fp32 else passed_RH
         if topk_weights_TK is not None:
             down_RH = down_RH.float() * topk_weights_TK[rows, slots, None]
-        slots_TKH[rows, slots] = down_RH.to(dtype)
-    output_TH.copy_(slots_TKH.sum(dim=1))
+        slots_TKH[rows, slots] = down_RH.to(slot_dtype)
+    if COMBINE_IN_SLOT_ORDER:
+        total_TH = slots_TKH[:, 0]
+        for slot in range(1, slots_TKH.shape[1]):
+            total_TH = total_TH + slots_TKH[:, slot]
+        output_TH.copy_(total_TH)
+    else:
+        output_TH.copy_(slots_TKH.sum(dim=1))

@@ -27,11 +27,16 @@ MODELLED_RECIPES: Final = (
 )
 """Recipes with a static activation scale and a block-scaled GEMM."""
 
+ALIGNED_RECIPES: Final = ("pow2-row-scaled", "te-row-scaled")
+"""Recipes that take each token's own amax; the checkpoint's static scale is not used."""
+
 
 def quantize_activation(
     x_TK: torch.Tensor, recipe: Recipe, global_encode_scale: torch.Tensor
 ) -> Nvfp4Tensor:
     """The one place where activations are quantized; observers wrap it."""
+    if recipe.activation.amax_scope == "token":
+        return quantize(x_TK, recipe)
     return quantize(x_TK, recipe, global_encode_scale=global_encode_scale)
 
 
@@ -80,10 +85,10 @@ def linear_kernel_class(recipe: Recipe) -> type:
         ) -> torch.Tensor:
             x_TK = x.reshape(-1, x.shape[-1])
             quantized = quantize_activation(x_TK, recipe, layer.input_global_scale_inv.data)
-            alpha = layer.input_global_scale * layer.weight_global_scale
-            out = gemm(
-                quantized, layer.minite_weight, out_dtype=x.dtype, alpha=alpha.data, bias=bias
-            )
+            alpha = None
+            if recipe.activation.amax_scope == "static":
+                alpha = (layer.input_global_scale * layer.weight_global_scale).data
+            out = gemm(quantized, layer.minite_weight, out_dtype=x.dtype, alpha=alpha, bias=bias)
             return out.reshape(*x.shape[:-1], -1)
 
     kernel = ModelledNvFp4LinearKernel
@@ -118,5 +123,7 @@ class ModelledExperts:
             self._weights[address] = stored_weight(
                 codes, experts.block_scale(fused)[expert], decode, self.recipe
             )
-        alpha = experts.act_encode_scale(fused).reciprocal() * decode
+        alpha = None
+        if self.recipe.activation.amax_scope == "static":
+            alpha = experts.act_encode_scale(fused).reciprocal() * decode
         return gemm(operand, self._weights[address], out_dtype=experts.dtype, alpha=alpha)
