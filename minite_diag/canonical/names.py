@@ -161,7 +161,7 @@ class TraceSites(Mapping[SequenceKey, Sites]):
         rows = rows[order]
         found, starts = np.unique(tensors[order], return_index=True)
         # In the order in which they ran, as far as one number per tensor says it.
-        ends = [*starts[1:].tolist(), len(rows)]
+        ends = [*starts[1:].tolist(), len(rows)][: len(found)]
         for tensor, start, end in zip(found.tolist(), starts.tolist(), ends, strict=True):
             for site, part in self._sites_of(tensor):
                 sites.add(site, rows[start:end], part)
