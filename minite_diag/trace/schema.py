@@ -140,7 +140,8 @@ ATTRIBUTION: Final = _table(
 )
 
 TABLES: Final = {
-    t.metadata[b"table"].decode(): t for t in (TOKENS, CALLS, TENSORS, COMPARISON, LOGPROBS, ATTRIBUTION)
+    t.metadata[b"table"].decode(): t
+    for t in (TOKENS, CALLS, TENSORS, COMPARISON, LOGPROBS, ATTRIBUTION)
 }
 
 
