@@ -67,3 +67,7 @@ def _case(
     yield measure("moe", case, "ours W4A4, GEMM alone", one(call), device, floor_us=floor4)
     call = lambda: peers.grouped_mm(sorted_x, weights, ends)  # noqa: E731
     yield measure("moe", case, "BF16, torch._grouped_mm", one(call), device, floor_us=floor16)
+    if first:
+        call = lambda: peers.grouped_mm(gather(x, routing), weights, ends)  # noqa: E731
+        name = "BF16, gather and torch._grouped_mm"
+        yield measure("moe", case, name, one(call), device, floor_us=floor16)

@@ -7,6 +7,7 @@ returns is on ``E2M1_GRID``, and ``encode_e2m1`` of a grid value is that value's
 
 from __future__ import annotations
 
+import functools
 from typing import Final, Literal
 
 import torch
@@ -96,8 +97,13 @@ def _step(magnitude: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Value of each unpacked code (integers 0..15): same shape, ``dtype``; exact in any float."""
-    grid = torch.tensor(E2M1_GRID, dtype=dtype, device=codes.device)
-    return grid[codes.to(torch.int32)]
+    return e2m1_grid(dtype, codes.device)[codes.to(torch.int32)]
+
+
+@functools.cache
+def e2m1_grid(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``E2M1_GRID`` as a tensor [16], made once a device."""
+    return torch.tensor(E2M1_GRID, dtype=dtype, device=device)
 
 
 def to_e4m3(values: Tensor) -> Tensor:

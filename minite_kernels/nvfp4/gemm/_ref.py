@@ -10,12 +10,13 @@ bits it equals what any FP32 accumulation gives.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from minite_kernels.nvfp4.format import BLOCK_SIZE, E2M1_GRID
+from minite_kernels.nvfp4.format import BLOCK_SIZE, e2m1_grid
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue, apply
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -32,16 +33,18 @@ def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
 def decode(q: Nvfp4Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """q*s without any global scale: [M, K], exact in FP64, FP32, BF16 and FP16."""
     m, k = q.shape
-    pair = torch.tensor(
-        [[E2M1_GRID[byte & 15], E2M1_GRID[byte >> 4]] for byte in range(256)],
-        dtype=dtype,
-        device=q.device,
-    )
-    value = pair[q.codes.to(torch.int32)].flatten(1)
+    value = _values_of_byte(dtype, q.device)[q.codes.to(torch.int32)].flatten(1)
     value = torch.nn.functional.pad(value, (0, -k % BLOCK_SIZE)).view(
         m, -(-k // BLOCK_SIZE), BLOCK_SIZE
     )
     return value.mul_(q.block_scale.to(torch.float32).to(dtype)[..., None]).flatten(1)[:, :k]
+
+
+@functools.cache
+def _values_of_byte(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 2]: the two values of each packed byte, low nibble first; made once a device."""
+    byte = torch.arange(256, device=device)
+    return e2m1_grid(dtype, device)[torch.stack((byte & 15, byte >> 4), 1)]
 
 
 def accumulate(a_MK: Tensor, b_NK: Tensor) -> Tensor:

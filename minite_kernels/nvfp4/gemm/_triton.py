@@ -286,6 +286,25 @@ def _packed_kernel(
         tl.store(out_ptr + wide[:, None] + rn[None, :], out, mask=inside[:, None] & within[None, :])
 
 
+@triton.jit
+def _store_tile(
+    out_ptr, out, first, last, start, N, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Store a tile at row ``first``, column ``start``, of rows below ``last``, whole or in halves."""
+    rm = first + tl.arange(0, BM)
+    inside = (rm < last)[:, None]
+    row = out_ptr + rm[:, None].to(tl.int64) * N
+    if SPLIT:
+        left, right = tl.split(tl.permute(tl.reshape(out, (BM, 2, BN // 2)), (0, 2, 1)))
+        rn = start + tl.arange(0, BN // 2)
+        tl.store(row + rn[None, :], left, mask=inside & (rn < N)[None, :])
+        rn += BN // 2
+        tl.store(row + rn[None, :], right, mask=inside & (rn < N)[None, :])
+    else:
+        rn = start + tl.arange(0, BN)
+        tl.store(row + rn[None, :], out, mask=inside & (rn < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _decoded_kernel(
     a_desc,
@@ -307,6 +326,7 @@ def _decoded_kernel(
     PROGRAMS: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
     A_PER_ROW: tl.constexpr,
     B_PER_COLUMN: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -348,8 +368,7 @@ def _decoded_kernel(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
         out = _finish(acc, a_statistic, b_statistic, bias, EPILOGUE, out_ptr.dtype.element_ty)
-        pointer = out_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
-        tl.store(pointer, out, mask=inside[:, None] & (rn < N)[None, :])
+        _store_tile(out_ptr, out, first, last, start, N, BM, BN, SPLIT)
 
 
 def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
@@ -530,6 +549,7 @@ def decoded_constants(config: configs.DecodedConfig, device: torch.device) -> di
         "BK": config.k,
         "PROGRAMS": programs(device),
         "GROUP": configs.GROUP_ROWS,
+        "SPLIT": config.split_store,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

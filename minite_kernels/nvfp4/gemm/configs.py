@@ -31,11 +31,15 @@ class DecodedConfig:
     k: int
     num_warps: int
     num_stages: int
+    #: Store the tile in two halves: half the shared memory on the way out.
+    split_store: bool = False
 
 
 #: Rows up to which packed weights are read, once for each 16 (or 64) rows.
 PACKED_MAX_ROWS: Final = 128
 PACKED_SMALL: Final = PackedConfig(rows=16, columns=32, swap=True, num_warps=2, num_stages=3)
+#: Of one expert's rows: many experts fill the GPU, so each program streams more columns.
+GROUPED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=4)
 PACKED_MEDIUM: Final = PackedConfig(rows=64, columns=64, swap=True, num_warps=4, num_stages=4)
 DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
 #: FP32 output: the tile above would not fit shared memory on its way out.
@@ -50,8 +54,13 @@ GROUP_ROWS: Final = 8
 
 
 def packed_config(rows: int) -> PackedConfig:
-    """Tile for a number of rows (of one expert, in grouped GEMMs)."""
+    """Tile of a dense GEMM with this number of rows."""
     return PACKED_SMALL if rows <= 16 else PACKED_MEDIUM
+
+
+def grouped_packed_config(rows_per_expert: float) -> PackedConfig:
+    """Tile of a grouped GEMM with this average number of rows an expert."""
+    return GROUPED_SMALL if rows_per_expert <= 16 else PACKED_MEDIUM
 
 
 def decoded_config(wide_output: bool) -> DecodedConfig:

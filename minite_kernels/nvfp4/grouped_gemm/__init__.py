@@ -208,7 +208,11 @@ def experts_linear(
     if module.__name__.endswith("_ref"):
         q = quantize(x_MK, recipe, impl="ref")
         return grouped_gemm(q, b, offsets, rows=rows, out_dtype=dtype, impl="ref")
-    values, a = decoded_values(x_MK, recipe)
+    if rows is not None and not module.reads_packed(rows.shape[0], b):
+        values, a = decoded_values(x_MK, recipe, rows=rows)
+        rows = None
+    else:
+        values, a = decoded_values(x_MK, recipe)
     out: Tensor = module.multiply(values, a, b, offsets, dtype, rows)
     return out
 

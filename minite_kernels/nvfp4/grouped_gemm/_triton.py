@@ -188,6 +188,12 @@ def grouped_gemm(
     return multiply(dense.decode_values(a), a, b, offsets, out_dtype, rows)
 
 
+def reads_packed(routed: int, b: ExpertOperands) -> bool:
+    """Whether so few rows an expert are multiplied that packed weights are read, not decoded ones."""
+    few = routed / len(b) <= configs.GROUPED_DECODE_ROWS
+    return few and configs.slice_columns(b.first.shape[1]) is not None
+
+
 def multiply(
     values: Tensor,
     a: Nvfp4Tensor,
@@ -197,7 +203,7 @@ def multiply(
     rows: Tensor | None,
 ) -> Tensor:
     """[R, N] from a decoded in FP16; ``a`` gives the statistics of its rows."""
-    n, k = b.first.shape
+    n = b.first.shape[0]
     routed = values.shape[0] if rows is None else rows.shape[0]
     out = torch.empty(routed, n, dtype=out_dtype, device=values.device)
     if routed == 0:
@@ -206,9 +212,8 @@ def multiply(
     name = dense.STATISTICS[epilogue.recipe.alpha]
     statistic = b.stacked(name, lambda q: getattr(q, name))
     arguments = dense.epilogue_arguments(epilogue, statistic)
-    per_expert = routed / len(b)
-    if per_expert <= configs.GROUPED_DECODE_ROWS and configs.slice_columns(k) is not None:
-        _launch_packed(values, b, offsets, rows, out, arguments, per_expert)
+    if reads_packed(routed, b):
+        _launch_packed(values, b, offsets, rows, out, arguments, routed / len(b))
     else:
         _launch_decoded(values, b, offsets, rows, out, arguments)
     return out
@@ -223,7 +228,7 @@ def _launch_packed(
     arguments: dict[str, Any],
     per_expert: float,
 ) -> None:
-    config = configs.packed_config(16 if per_expert <= 16 else 64)
+    config = configs.grouped_packed_config(per_expert)
     listed = tiles(offsets, out.shape[0], config.rows)
     words = b.stacked("packed_words", dense.packed_words)
     scales = b.stacked("packed_scales", dense.packed_scales)

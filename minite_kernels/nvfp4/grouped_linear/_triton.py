@@ -34,6 +34,7 @@ from minite_kernels.nvfp4.recipe import GemmRecipe, OperandRecipe
 _max_magnitude = quantizer._max_magnitude
 _quantize_blocks = quantizer._quantize_blocks
 _finish = dense._finish
+_store_tile = dense._store_tile
 
 
 @triton.jit
@@ -149,6 +150,7 @@ def _rows_gemm_kernel(
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """out[R, N] of a [R, K] and b [E*N, K] or, ``B_BY_ROWS``, [E*K, N]; experts' rows tiled."""
@@ -176,10 +178,7 @@ def _rows_gemm_kernel(
         out = _finish(
             acc, a_statistic, b_statistic, a_statistic, EPILOGUE, out_ptr.dtype.element_ty
         )
-        rm = first + tl.arange(0, BM)
-        rn = start + tl.arange(0, BN)
-        pointer = out_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
-        tl.store(pointer, out, mask=(rm < last)[:, None] & (rn < N)[None, :])
+        _store_tile(out_ptr, out, first, last, start, N, BM, BN, SPLIT)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -197,6 +196,7 @@ def _weight_gradient_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """out[E, N, K] of a [R, N] and b [R, K], contracted over each expert's rows, ascending."""
@@ -219,10 +219,7 @@ def _weight_gradient_kernel(
         out = _finish(
             acc, a_statistic, b_statistic, a_statistic, EPILOGUE, out_ptr.dtype.element_ty
         )
-        rn = n + tl.arange(0, BM)
-        rk = k + tl.arange(0, BN)
-        pointer = out_ptr + (expert.to(tl.int64) * N + rn)[:, None] * K + rk[None, :]
-        tl.store(pointer, out, mask=(rn < N)[:, None] & (rk < K)[None, :])
+        _store_tile(out_ptr + expert.to(tl.int64) * N * K, out, n, N, k, K, BM, BN, SPLIT)
 
 
 def forward(
@@ -277,6 +274,7 @@ def weight_gradient(
         BN=config.columns,
         BK=config.k,
         PROGRAMS=programs,
+        SPLIT=config.split_store,
         EPILOGUE=_epilogue(options, options.recipe.gradient, options.recipe.activation),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -436,6 +434,7 @@ def _rows_gemm(
         PROGRAMS=programs,
         GROUP=configs.GROUP_ROWS,
         B_BY_ROWS=b_by_rows,
+        SPLIT=config.split_store,
         EPILOGUE=_epilogue(options, options.recipe.activation, options.recipe.weight),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

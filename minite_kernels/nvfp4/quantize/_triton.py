@@ -86,14 +86,12 @@ def _quantize_blocks(
         t = tl.where(t < FLOOR, FLOOR, t)
     t = tl.where(t > 448.0, 448.0, t)
     s8 = t.to(tl.float8e4nv)
-    s = s8.to(tl.float32)
+    s = t if UNROUNDED else s8.to(tl.float32)
     # As bits: compiled as a comparison of FP16 pairs, s == 0 was wrong on an H200 for FP32 x.
     s_is_zero = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
     if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
         s = tl.where(s_is_zero, ZERO_BLOCK, s)
         s8 = s.to(tl.float8e4nv)
-    if UNROUNDED:
-        s = t
     if DIVIDES:
         rank_s = tl.expand_dims(s, -1)
         y = _quotient(x, rank_s, tl.expand_dims(S, -1), tl.expand_dims(g, -1), ELEMENT_SCALE)
@@ -213,9 +211,11 @@ def _quantize_token_kernel(
     encode_ptr,
     decode_ptr,
     seed_ptr,
+    row_ptr,
     M,
     K,
     stride_m,
+    GATHER: tl.constexpr,
     VALUES: tl.constexpr,
     BM: tl.constexpr,
     KP: tl.constexpr,
@@ -231,7 +231,8 @@ def _quantize_token_kernel(
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.arange(0, KP)
     row_mask = rows < M
-    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :]
+    source = tl.load(row_ptr + rows, mask=row_mask, other=0) if GATHER else rows
+    offset = source[:, None].to(tl.int64) * stride_m + k[None, :]
     x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
     blocks = tl.reshape(x, (BM, KP // 16, 16))
     b = _max_magnitude(blocks, 2, NAN_SPREADS)
@@ -336,11 +337,16 @@ def quantize_tokens(
 
 
 def quantize_token_values(
-    operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | None = None
+    operand: OperandRecipe,
+    x_MK: Tensor,
+    generator: torch.Generator | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, GlobalScale]:
-    """Decoded q*s in FP16 [M, K] and the per-token global scales."""
-    values, unused = _outputs(x_MK, values=True)
-    return values, _launch_tokens(operand, x_MK, values, unused, generator, values=True)
+    """Decoded q*s in FP16 [M, K] and the per-token global scales, of x or of its rows ``rows``."""
+    m = x_MK.shape[0] if rows is None else rows.shape[0]
+    values = torch.empty(m, x_MK.shape[1], dtype=torch.float16, device=x_MK.device)
+    scale = _launch_tokens(operand, x_MK, values, values, generator, values=True, rows=rows)
+    return values, scale
 
 
 def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
@@ -423,14 +429,15 @@ def _launch_tokens(
     generator: torch.Generator | None,
     *,
     values: bool,
+    rows: Tensor | None = None,
 ) -> GlobalScale:
-    m, k = x_MK.shape
+    m, k = q.shape[0], x_MK.shape[1]
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     scales = torch.empty(3, m, dtype=torch.float32, device=x_MK.device)
     padded = max(16, triton.next_power_of_2(k))
-    rows = max(1, min(16, configs.TOKEN_ELEMENTS // padded))
+    tile = max(1, min(16, configs.TOKEN_ELEMENTS // padded))
     if m:
-        _quantize_token_kernel[(triton.cdiv(m, rows),)](
+        _quantize_token_kernel[(triton.cdiv(m, tile),)](
             x_MK,
             q,
             s8,
@@ -438,11 +445,13 @@ def _launch_tokens(
             scales[1],
             scales[2],
             _seed(operand, x_MK, generator),
+            x_MK if rows is None else rows,
             m,
             k,
             x_MK.stride(0),
+            GATHER=rows is not None,
             VALUES=values,
-            BM=rows,
+            BM=tile,
             KP=padded,
             NAN_SPREADS=operand.nan_amax == "propagate",
             RECIPE=recipe_constants(operand, x_MK.dtype),
