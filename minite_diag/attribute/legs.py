@@ -1,0 +1,165 @@
+"""Each engine against itself: what its numbers are worth before two engines are compared.
+
+Knows live runs and stored tokens; no tensor. A leg is one equality that ought to hold; together
+they are the engine's noise floor. Invariant: a leg that was not run is a row with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from minite_diag.attribute.gap import Key, live_logprobs, paired, stored_logprobs
+from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns
+from minite_diag.capture.live import Job, SequenceSpec
+from minite_diag.errors import MiniteDiagError
+
+BATCH_SIZES: Final = (2, 4, 8)
+CHUNK_TOKENS: Final = 16
+CODES: Final = {
+    "observer": "MD501",
+    "repeat": "MD502",
+    "batch-2": "MD503",
+    "batch-4": "MD503",
+    "batch-8": "MD503",
+    "chunked-prefill": "MD504",
+    "prefill-decode": "MD505",
+}
+"""Leg -> cause where it is not an equality."""
+
+Logprobs = Mapping[Key, Mapping[int, float]]
+
+
+def measure_legs(
+    runs: LiveRuns,
+    tokens: pd.DataFrame,
+    score: list[SequenceSpec],
+    sampled: list[SequenceSpec],
+) -> list[dict[str, Any]]:
+    """One row per leg; `tokens` are the engine's stored ones, `sampled` what it generated.
+
+    The session must be fresh: bare jobs run before the engine is hooked.
+    """
+    return list(_Legs(runs, tokens, score, sampled).rows())
+
+
+class _Legs:
+    def __init__(
+        self,
+        runs: LiveRuns,
+        tokens: pd.DataFrame,
+        score: list[SequenceSpec],
+        sampled: list[SequenceSpec],
+    ) -> None:
+        self.runs, self.tokens = runs, tokens
+        self.score, self.sampled = score, sampled
+        self.alone: Logprobs = {}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Run and compare, the cheap legs first."""
+        yield self._row("observer", self._observer, "bare run against the captured one")
+        yield self._row("repeat", self._repeat, "the same bare run again, in one process")
+        if self.sampled:
+            yield self._row("prefill-decode", self._decode, "its own samples scored by prefill")
+        yield self._row(
+            "chunked-prefill", self._chunked, f"prefill in chunks of {CHUNK_TOKENS} tokens"
+        )
+        for size in BATCH_SIZES:
+            yield self._row(
+                f"batch-{size}",
+                lambda size=size: self._batch(size),  # type: ignore[misc]
+                f"alone against a batch of {size}",
+            )
+
+    def _row(self, leg: str, measure: Any, note: str) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "engine": self.runs.session.spec.id,
+            "leg": leg,
+            "status": "skipped",
+            "reason": "",
+            "tokens": 0,
+            "equal": 0,
+            "mean_abs": None,
+            "max_abs": None,
+            "note": note,
+            "code": None,
+        }
+        try:
+            one, other = measure()
+        except BudgetSpent as spent:
+            return row | {"reason": str(spent)}
+        except MiniteDiagError as error:
+            return row | {"reason": error.message}
+        pairs = paired(one, other).values()
+        if not pairs:
+            return row | {"reason": "no token that both runs gave a log-probability for"}
+        size = np.abs(np.concatenate([x - y for _, x, y in pairs]))
+        return row | {
+            "status": "measured",
+            "tokens": len(size),
+            "equal": int((size == 0.0).sum()),
+            "mean_abs": float(size.mean()),
+            "max_abs": float(size.max()),
+            "code": CODES[leg] if size.any() else None,
+        }
+
+    def _live(self, name: str, sequences: list[SequenceSpec], **fields: Any) -> Logprobs:
+        job = Job(name, tuple(sequences), hooked=False, **fields)
+        return live_logprobs(self.runs.run("legs", job).scored)
+
+    def _observer(self) -> tuple[Logprobs, Logprobs]:
+        self.alone = self._live("bare", self.score)
+        return stored_logprobs(self.tokens[self.tokens["mode"] == "score"]), self.alone
+
+    def _repeat(self) -> tuple[Logprobs, Logprobs]:
+        return self.alone, self._live("bare-again", self.score)
+
+    def _chunked(self) -> tuple[Logprobs, Logprobs]:
+        found = self._live("chunked", self.score, action="chunked", size=CHUNK_TOKENS)
+        return self.alone, found
+
+    def _batch(self, size: int) -> tuple[Logprobs, Logprobs]:
+        found = self._live(
+            f"batch-{size}",
+            self.score,
+            action="batch",
+            size=size,
+            neighbours=tuple(neighbours(self.score, size)),
+        )
+        return self.alone, found
+
+    def _decode(self) -> tuple[Logprobs, Logprobs]:
+        own = self.tokens[
+            (self.tokens["source"] == self.runs.session.spec.id)
+            & (self.tokens["phase"] == "decode")
+        ]
+        return stored_logprobs(own), self._live("rescored", self.sampled)
+
+
+def neighbours(sequences: list[SequenceSpec], size: int) -> list[SequenceSpec]:
+    """At least `size` sequences to fill a batch: the given ones, then prefixes of them."""
+    found = list(sequences)
+    cut = 2
+    while len(found) <= size:
+        for sequence in sequences:
+            ids = sequence.token_ids[: max(2, len(sequence.token_ids) * (cut - 1) // cut)]
+            probe = f"{sequence.probe}, first {len(ids)}"
+            found.append(SequenceSpec(sequence.mode, sequence.source, probe, ids, len(ids)))
+        cut += 1
+    return found
+
+
+def noise_floor(legs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The worst leg of each engine, by mean absolute difference."""
+    floor: dict[str, dict[str, Any]] = {}
+    for row in legs:
+        if row["status"] != "measured":
+            continue
+        worst = floor.setdefault(row["engine"], {"mean_abs": 0.0, "max_abs": 0.0, "leg": None})
+        worst["max_abs"] = max(worst["max_abs"], row["max_abs"])
+        if row["mean_abs"] > worst["mean_abs"]:
+            worst["mean_abs"], worst["leg"] = row["mean_abs"], row["leg"]
+    return floor

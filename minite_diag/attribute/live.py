@@ -1,0 +1,185 @@
+"""The live half of attribution: engines run again, with interventions.
+
+For each engine its legs; for each learner-sampler pair the local error of every op, causal shares
+and the routing counterfactual. Imports no torch until it runs. Invariant: a step that failed or
+didn't fit the budget is in `errors` or `skipped`, and the rest is still measured.
+
+The object::
+
+    schema    1
+    legs      one row per engine and leg
+    noise     engine -> the worst leg's mean_abs and max_abs
+    local     one row per pair and site
+    causal    one record per pair
+    routing   one record per pair with a router
+    forwards  total, budget, by engine, by step
+    seconds, skipped, errors
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns
+from minite_diag.capture import runner
+from minite_diag.capture.live import ForwardBudget, LiveSession, SequenceSpec, sequences_of
+from minite_diag.errors import MiniteDiagError
+from minite_diag.plan import EngineSpec, Plan, read_plan
+
+SCHEMA: Final = 1
+LEG_SEQUENCES: Final = 2
+CAUSAL_SEQUENCES: Final = 2
+"""Of each mode: causal shares need some fifty runs."""
+
+
+def attribute_live(
+    run: Path,
+    report: runner.Report,
+    *,
+    budget: int | None = None,
+    engines: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Run the engines of a captured and compared run again; returns the object above.
+
+    `budget` bounds the forwards (one sequence through one model); `engines` limits the samplers.
+    """
+    return _Attribution(run, read_plan(run), report, ForwardBudget(budget)).all(engines)
+
+
+class _Attribution:
+    def __init__(self, run: Path, plan: Plan, report: runner.Report, budget: ForwardBudget) -> None:
+        self.run, self.plan, self.report, self.budget = run, plan, report, budget
+        self.found: dict[str, Any] = {
+            "schema": SCHEMA,
+            "legs": [],
+            "noise": {},
+            "local": [],
+            "causal": [],
+            "routing": [],
+            "forwards": {},
+            "seconds": 0.0,
+            "skipped": [],
+            "errors": [],
+        }
+
+    def all(self, engines: Sequence[str] | None) -> dict[str, Any]:
+        """Learner first: its noise counts in every verdict."""
+        began = time.monotonic()
+        with runner._termination_as_interrupt():
+            for spec in (self.plan.learner, *self.plan.samplers):
+                if spec.role == "learner" or engines is None or spec.id in engines:
+                    self._engine(spec)
+        self.found["seconds"] = time.monotonic() - began
+        self.found["forwards"] = {
+            "total": self.budget.total,
+            "budget": self.budget.limit,
+            "by_engine": self.budget.by_engine,
+            "by_step": self.budget.by_step,
+        }
+        return self.found
+
+    def _engine(self, spec: EngineSpec) -> None:
+        try:
+            with LiveSession(self.run, spec.id, self.report) as session:
+                runs = LiveRuns(session, self.budget)
+                self._legs(runs)
+                if spec.role == "sampler":
+                    self._pair(runs)
+        except BudgetSpent as spent:
+            self._skip("pair", spec.id, str(spent))
+        except MiniteDiagError as error:
+            self.found["errors"].append(
+                {
+                    "engine": spec.id,
+                    "message": error.message,
+                    "hint": error.hint,
+                    "log": str(self.run / f"live-{spec.id}.log"),
+                }
+            )
+
+    def _skip(self, step: str, engine: str, reason: str) -> None:
+        self.found["skipped"].append({"step": step, "engine": engine, "reason": reason})
+
+    def _legs(self, runs: LiveRuns) -> None:
+        from minite_diag.attribute.legs import measure_legs, noise_floor
+        from minite_diag.trace.store import Trace
+
+        engine = runs.session.spec.id
+        tokens = Trace(self.run / "traces" / engine).tokens
+        keys = list(
+            dict.fromkeys(zip(tokens["mode"], tokens["source"], tokens["probe"], strict=True))
+        )
+        score = [key for key in keys if key[0] == "score"][:LEG_SEQUENCES]
+        own = [key for key in keys if key[1] == engine][:LEG_SEQUENCES]
+        if not score:
+            self._skip("legs", engine, "the run has no teacher-forced probe of this engine")
+            return
+        rows = measure_legs(runs, tokens, self._sequences(score), self._sequences(own))
+        self.found["legs"] += rows
+        self.found["noise"] = noise_floor(self.found["legs"])
+        for row in rows:
+            if row["status"] == "skipped":
+                self._skip(f"leg {row['leg']}", engine, row["reason"])
+
+    def _sequences(self, keys: list[tuple[str, str, str]]) -> list[SequenceSpec]:
+        return sequences_of(self.run, keys)
+
+    def _pair(self, runs: LiveRuns) -> None:
+        from minite_diag.attribute.causal import Experiment, measure_shares
+        from minite_diag.attribute.counterfactual import replay_routing
+        from minite_diag.attribute.gap import stored_logprobs
+        from minite_diag.attribute.local_error import measure_local, patched_sites
+        from minite_diag.compare import Side
+        from minite_diag.trace.store import Trace
+
+        learner, target = self.plan.learner.id, runs.session.spec.id
+        baseline = Side.of(Trace(self.run / "traces" / learner))
+        sampler = Side.of(Trace(self.run / "traces" / target))
+        keys = [
+            key for key in baseline.sites if key.mode != "static" and patched_sites(baseline, [key])
+        ]
+        if not keys:
+            self._skip("pair", target, f"{learner} captured no tensors of any sequence")
+            return
+        sequences = self._sequences([(key.mode, key.source, key.probe) for key in keys])
+        local = measure_local(runs, baseline, sampler, sequences, self._stored_rows(target))
+        try:
+            self.found["local"] += local.rows
+            experiment = Experiment(
+                runs,
+                learner,
+                stored_logprobs(baseline.trace.tokens),
+                local,
+                _some_of_each_mode(sequences),
+            )
+            routing = replay_routing(experiment, patched_sites(baseline, keys), target)
+            if routing is not None:
+                self.found["routing"].append(routing)
+            self.found["causal"].append(
+                measure_shares(
+                    experiment, self.plan.model.num_layers, target, self._floor(learner, target)
+                )
+            )
+        finally:
+            local.delete()
+
+    def _floor(self, *engines: str) -> float:
+        noise = self.found["noise"]
+        return max((noise[e]["mean_abs"] for e in engines if e in noise), default=0.0)
+
+    def _stored_rows(self, target: str) -> list[dict[str, Any]]:
+        from minite_diag.trace.schema import COMPARISON, read_table
+
+        rows = read_table(self.run / "comparison.parquet", COMPARISON).to_pandas()
+        pair = rows[(rows["baseline"] == self.plan.learner.id) & (rows["target"] == target)]
+        return [dict(row) for row in pair.to_dict("records")]
+
+
+def _some_of_each_mode(sequences: list[SequenceSpec]) -> list[SequenceSpec]:
+    chosen: list[SequenceSpec] = []
+    for mode in ("score", "sample"):
+        chosen += [s for s in sequences if s.mode == mode][:CAUSAL_SEQUENCES]
+    return chosen
