@@ -96,6 +96,9 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was cut.")] = None,
+    align: Annotated[
+        list[str] | None, typer.Option(help="Alignment to apply, or `all`; repeat.")
+    ] = None,
     gate: Annotated[str | None, typer.Option(help="Judge the run by this profile.")] = None,
     no_attribute: Annotated[
         bool, typer.Option("--no-attribute", help="Leave out the search for causes.")
@@ -138,6 +141,7 @@ def compare(
                     max_disk=parse_size(max_disk),
                 ),
                 pythons=_pythons(python or []),
+                align=tuple(align or ()),
             )
             run = flow.prepare(request, out)
         else:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minite_diag import __version__
+from minite_diag.alignments.base import application, known_alignments, resolve_alignments
 from minite_diag.checkpoints import (
     Checkpoint,
     calibrate,
@@ -93,6 +94,7 @@ class CompareRequest:
     timeout_s: float = 1800.0
     capture: CaptureSpec = field(default_factory=CaptureSpec)
     pythons: dict[str, str] = field(default_factory=dict)
+    align: tuple[str, ...] = ()
 
 
 def cache_folder() -> Path:
@@ -128,6 +130,7 @@ def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
 
 def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     """Build the plan and write it to `run`."""
+    request = with_alignments(request)
     _check(request)
     _layout(request.layout)
     cache = cache_folder()
@@ -165,6 +168,40 @@ def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     _check_disk(plan, run)
     write_plan(plan, run)
     return plan
+
+
+def with_alignments(request: CompareRequest) -> CompareRequest:
+    """The request with the settings of its alignments; later ones in the ladder win.
+
+    Raises UsageError for an unknown alignment, or one that names none of the request's engines.
+    """
+    names = resolve_alignments(request.align)
+    exports: dict[str, str] = {}
+    for name in names:
+        alignment = known_alignments()[name]
+        exports |= alignment.export
+        asked = {request.learner.name, *(sampler.name for sampler in request.samplers)}
+        if not asked & set(alignment.engines):
+            raise UsageError(
+                f"alignment {name!r} does nothing in {', '.join(sorted(asked))}",
+                f"it knows {', '.join(alignment.engines)}",
+            )
+    return dataclasses.replace(
+        request,
+        align=names,
+        learner=_aligned_engine(request.learner, names),
+        samplers=tuple(_aligned_engine(sampler, names) for sampler in request.samplers),
+        export_recipe=exports.get("recipe", request.export_recipe),
+        layout=exports.get("layout", request.layout),
+    )
+
+
+def _aligned_engine(engine: EngineRequest, names: Sequence[str]) -> EngineRequest:
+    options = dict(engine.options)
+    for name in names:
+        found = application(name, engine.name)
+        options |= found.options if found else {}
+    return EngineRequest(engine.name, options)
 
 
 def _check(request: CompareRequest) -> None:
@@ -286,6 +323,7 @@ def _engines(
                 checkpoint=str(loaded.path),
                 checkpoint_format=loaded.format,
                 options=dict(engine.options),
+                align=tuple(n for n in request.align if application(n, engine.name)),
             )
         )
     return tuple(specs)

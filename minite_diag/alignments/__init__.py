@@ -1,1 +1,1 @@
-"""Named settings and op replacements that put an engine on a chosen arithmetic."""
+"""Alignments: named settings and op replacements that put two engines on one arithmetic."""

@@ -1,0 +1,124 @@
+"""What an alignment is: data that names settings and functions, never code that runs by itself.
+
+Knows no engine library and no torch. Invariant: an alignment that patches nothing in an engine that
+it names is an error, and every patch is named in the engine's evidence.
+
+Third parties add theirs under the entry-point group `minite_diag.alignments`: the value is a
+"module:attribute" that holds an Alignment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from minite_diag.engines.base import Evidence
+from minite_diag.errors import EngineError, UsageError
+
+ENTRY_POINT_GROUP: Final = "minite_diag.alignments"
+ENVIRONMENT: Final = "MINITE_DIAG_ALIGN"
+"""Comma list of alignments that the plugins apply in a user's own processes."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """What an alignment does in one engine.
+
+    `environment` is set before the engine's library is imported; `options` override the plan's
+    options of the engine; `replacements` are (op, "module:function"): the function takes the
+    engine's model (or None before it exists) and returns the names of what it patched.
+    """
+
+    versions: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    replacements: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A named alignment. `export` overrides the export's recipe or layout; `kernels` says whether
+    it puts our ops into the engines (False: settings that users can deploy today).
+    """
+
+    name: str
+    title: str
+    engines: dict[str, Application]
+    export: dict[str, str] = field(default_factory=dict)
+    kernels: bool = False
+
+
+def load_object(target: str) -> Any:
+    """The object of "module:attribute"."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def known_alignments() -> dict[str, Alignment]:
+    """Every alignment by name, in ladder order; third-party ones come last."""
+    from minite_diag.alignments.catalog import ALIGNMENTS
+
+    found = dict(ALIGNMENTS)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        found.setdefault(point.name, load_object(point.value))
+    return found
+
+
+def resolve_alignments(names: Sequence[str]) -> tuple[str, ...]:
+    """Names in ladder order; `all` stands for all. Raises UsageError with near matches."""
+    known = known_alignments()
+    if "all" in names:
+        return tuple(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"no alignment is called {name!r}",
+                f"did you mean {near[0]!r}?" if near else f"one of: all, {', '.join(known)}",
+            )
+    return tuple(name for name in known if name in names)
+
+
+def application(name: str, engine: str) -> Application | None:
+    """What an alignment does in an engine; None where the engine's own op is kept."""
+    return known_alignments()[name].engines.get(engine)
+
+
+def apply_replacements(engine: str, names: Sequence[str], model: Any) -> dict[str, list[str]]:
+    """Run every replacement of the named alignments: op -> names of what was patched.
+
+    Raises EngineError for a replacement that found nothing to patch.
+    """
+    patched: dict[str, list[str]] = {}
+    for name in names:
+        found = application(name, engine)
+        for op, target in found.replacements if found else ():
+            changed = list(load_object(target)(model))
+            if not changed:
+                raise EngineError(
+                    f"alignment {name!r} patched nothing in {engine} ({target})",
+                    "leave it out, or check that the model has this op",
+                )
+            patched.setdefault(op, []).extend(changed)
+    return patched
+
+
+def with_replaced(
+    evidence: Iterable[Evidence], patched: Mapping[str, Sequence[str]]
+) -> tuple[Evidence, ...]:
+    """Evidence in which the patched ops are `replaced`, naming what was patched."""
+    kept = [item for item in evidence if item.op not in patched]
+    ours = [
+        Evidence(
+            op,
+            "replaced",
+            f"minite_kernels.invariant ({op})",
+            f"{len(names)} patched, first {names[0]}",
+        )
+        for op, names in patched.items()
+    ]
+    return (*kept, *ours)

@@ -1,0 +1,64 @@
+"""The bundled alignments, in ladder order: first what needs no kernel, then op by op.
+
+Data only. Ops that are bitwise equal already keep the engines' own code and are not listed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from minite_diag.alignments.base import Alignment, Application
+
+_HF: Final = "minite_diag.alignments.transformers_ops"
+_VLLM: Final = "minite_diag.alignments.vllm_ops"
+_VLLM_CPU: Final = ">=0.32,<0.33 (CPU)"
+_TRANSFORMERS: Final = ">=5.12,<5.20"
+
+
+def _learner(op: str, function: str) -> dict[str, Application]:
+    application = Application(_TRANSFORMERS, replacements=((op, f"{_HF}:{function}"),))
+    return {"te": application, "hf": application}
+
+
+def _op(name: str, title: str, op: str) -> Alignment:
+    """One op, replaced by the same kernel on both sides."""
+    function = f"align_{op}"
+    vllm = Application(_VLLM_CPU, replacements=((op, f"{_VLLM}:{function}"),))
+    return Alignment(name, title, {**_learner(op, function), "vllm": vllm}, kernels=True)
+
+
+ALIGNMENTS: Final = {
+    alignment.name: alignment
+    for alignment in (
+        Alignment(
+            "weights",
+            "export the sampler's weights with the learner's codes and scales (1x16)",
+            {"te": Application("any", options={"recipe": "te-1d"}), "vllm": Application("any")},
+            export={"recipe": "te-1d"},
+        ),
+        Alignment(
+            "pow2-scale",
+            "power-of-two global scales on both sides: scope and formula order cease to matter",
+            {"te": Application("any", options={"recipe": "pow2"}), "vllm": Application("any")},
+            export={"recipe": "pow2"},
+        ),
+        Alignment(
+            "nvfp4-linear",
+            "per-token power-of-two scales and one W4A4 GEMM in every quantized linear and expert",
+            {
+                "te": Application("any", options={"recipe": "pow2-row-scaled"}),
+                "vllm": Application(_VLLM_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
+            },
+            export={"recipe": "pow2"},
+            kernels=True,
+        ),
+        _op("norm", "RMSNorm of the rounded residual sum", "norm"),
+        _op("rope", "RoPE in FP32 from one table, rounded once", "rope"),
+        _op("attention", "attention with a fixed order over a paged cache", "attention"),
+        _op("activation", "SiLU from fixed FP32 operations, rounded before the product", "activation"),
+        _op("router", "softmax over all experts in FP32, lower index on ties", "router"),
+        _op("experts", "weighted sum of experts in slot order, FP32, rounded once", "experts"),
+        _op("lm-head", "lm_head with a row-invariant FP32 sum", "lm_head"),
+        _op("logprobs", "log-softmax with a fixed order", "logprobs"),
+    )
+}

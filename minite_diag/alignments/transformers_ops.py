@@ -1,0 +1,220 @@
+"""Replacements in a transformers model: each returns the names of what it patched.
+
+The ops are minite_kernels' invariant ones; vllm_ops puts the same into vLLM. Weights are shared with
+the module that is replaced, never copied or changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from minite_diag.errors import EngineError
+from minite_kernels.invariant.attention import paged_attention
+from minite_kernels.invariant.matmul import PreparedWeight, matmul
+from minite_kernels.invariant.rms_norm import rms_norm
+from minite_kernels.invariant.rope import rope, rope_tables
+from minite_kernels.invariant.router import route_logits
+from minite_kernels.invariant.silu_mul import silu_mul
+
+ATTENTION_NAME = "minite_aligned"
+
+
+class AlignedRMSNorm(nn.Module):
+    """RMSNorm over the last dim, in FP32, rounded before the weight as transformers does."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.weight = module.weight
+        self.variance_epsilon = float(module.variance_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def align_norm(model: Any) -> Iterator[str]:
+    """Replace every RMSNorm."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            model.set_submodule(name, AlignedRMSNorm(module))
+            yield name
+
+
+class AlignedRotary(nn.Module):
+    """Tables in FP32, [B, T, D/2], from FP64 angles."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.inv_freq = module.inv_freq
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [B, T] -> cos, sin."""
+        cos, sin = rope_tables(position_ids.flatten(), self.inv_freq)
+        shape = (*position_ids.shape, -1)
+        return cos.reshape(shape), sin.reshape(shape)
+
+
+def align_rope(model: Any) -> Iterator[str]:
+    """Replace the rotary tables and the function that applies them in the model's own module."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            if getattr(module, "rope_type", "default") != "default":
+                raise EngineError(
+                    f"{name}: RoPE of type {module.rope_type!r} has no aligned form",
+                    "leave the alignment 'rope' out",
+                )
+            model.set_submodule(name, AlignedRotary(module))
+            yield name
+    modeling = importlib.import_module(type(model).__module__)
+    if hasattr(modeling, "apply_rotary_pos_emb"):
+        modeling.apply_rotary_pos_emb = _apply_rotary  # type: ignore[attr-defined]
+        yield f"{modeling.__name__}.apply_rotary_pos_emb"
+
+
+def _apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k [B, H, T, D]; cos, sin [B, T, D/2]."""
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    batch, heads, tokens, dim = x.shape
+    rows = x.transpose(1, 2).reshape(batch * tokens, heads, dim)
+    turned = rope(rows, cos.flatten(0, 1), sin.flatten(0, 1))
+    return turned.view(batch, tokens, heads, dim).transpose(1, 2)
+
+
+def align_attention(model: Any) -> Iterator[str]:
+    """Register the attention and select it in the configuration."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if getattr(model.config, "sliding_window", None) and getattr(
+        model.config, "use_sliding_window", True
+    ):
+        raise EngineError("attention with a sliding window has no aligned form", "leave it out")
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, aligned_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
+    model.config._attn_implementation = ATTENTION_NAME
+    for name, module in model.named_modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
+            yield name
+
+
+def aligned_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Q [1, H, T, D] over k, v [1, Hkv, L, D], causal: [1, T, H, D]; one unpadded sequence."""
+    if query.shape[0] != 1:
+        raise EngineError("aligned attention takes one sequence at a time", "score them one by one")
+    q_THD, k_LHD, v_LHD = (t[0].transpose(0, 1) for t in (query, key, value))
+    length = k_LHD.shape[0]
+    device = query.device
+    out = paged_attention(
+        q_THD,
+        k_LHD[None],
+        v_LHD[None],
+        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.tensor([0, q_THD.shape[0]], device=device),
+        torch.tensor([length], dtype=torch.int32, device=device),
+        scale=scaling if scaling is not None else q_THD.shape[-1] ** -0.5,
+    )
+    return out[None], None
+
+
+class AlignedSiLU(nn.Module):
+    """SiLU from a fixed sequence of FP32 operations, rounded; the product with `up` is exact IEEE."""
+
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        """[..., I] -> [..., I]."""
+        return silu_mul(torch.cat((gate, torch.ones_like(gate)), -1))
+
+
+def align_activation(model: Any) -> Iterator[str]:
+    """Replace the SiLU of every MLP and of the experts."""
+    for name, module in list(model.named_modules()):
+        act = getattr(module, "act_fn", None)
+        if act is None:
+            continue
+        if type(act).__name__ not in ("SiLU", "SiLUActivation"):
+            raise EngineError(
+                f"{name}.act_fn is {type(act).__name__}: only SiLU has an aligned form",
+                "leave the alignment 'activation' out",
+            )
+        module.act_fn = AlignedSiLU()
+        yield f"{name}.act_fn"
+
+
+def align_router(model: Any) -> Iterator[str]:
+    """Route on the router's own logits by the common rule; weights stay in FP32."""
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = _Router(module)
+            yield name
+
+
+class _Router:
+    """The logits are the module's own linear; only what follows them is replaced."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> logits [T, E], weights FP32 [T, k], ids [T, k]."""
+        module = self.module
+        rows = hidden_states.reshape(-1, module.hidden_dim)
+        logits = nn.functional.linear(rows, module.weight)
+        weights, ids = route_logits(logits, module.top_k, renormalize=module.norm_topk_prob)
+        return logits, weights, ids
+
+
+def align_experts(model: Any) -> Iterator[str]:
+    """Sum the experts in slot order; needs te-ref's experts, which run one by one."""
+    for name, module in model.named_modules():
+        if hasattr(module, "combine_in_slot_order"):
+            module.combine_in_slot_order = True
+            yield name
+
+
+class AlignedHead(nn.Module):
+    """lm_head with an FP32 sum that no other row changes, rounded to the model's dtype."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.weight = module.weight
+        self._prepared = PreparedWeight(module.weight.detach())
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V]."""
+        return matmul(hidden_states, self._prepared)
+
+
+def align_lm_head(model: Any) -> Iterator[str]:
+    """Replace lm_head."""
+    model.set_submodule("lm_head", AlignedHead(model.lm_head))
+    yield "lm_head"
+
+
+def align_logprobs(model: Any) -> Iterator[str]:
+    """Replace the log-softmax with which the engine turns logits into log-probabilities."""
+    from minite_diag.engines import hf
+    from minite_kernels.invariant.log_softmax import log_softmax
+
+    hf.log_softmax = log_softmax
+    yield "minite_diag.engines.hf.log_softmax"

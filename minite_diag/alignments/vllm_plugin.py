@@ -1,0 +1,21 @@
+"""vLLM general plugin: the same alignments in a user's own `vllm serve` and worker processes.
+
+Installed with this package and loaded by vLLM in every process; does nothing unless
+MINITE_DIAG_ALIGN names alignments, such as `MINITE_DIAG_ALIGN=norm,rope,attention vllm serve ...`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from minite_diag.alignments.base import ENVIRONMENT, apply_replacements, resolve_alignments
+
+_patched: dict[str, list[str]] = {}
+
+
+def register() -> dict[str, list[str]]:
+    """Apply what the environment asks for, once; op -> names of what was patched."""
+    names = [name for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
+    if names and not _patched:
+        _patched.update(apply_replacements("vllm", resolve_alignments(names), None))
+    return _patched
