@@ -6,9 +6,8 @@
     tensors/data-NNNNN.bin      raw little-endian bytes, each tensor at a multiple of 64
     tensors/index-NNNNN.parquet where each tensor lies
 
-Knows torch and the schema; no engine, no metric. Invariant: memory is bounded by one tensor (the
-writer keeps the last few to write equal inputs of fused modules once), and whatever was flushed
-stays readable if the process dies.
+Knows torch and the schema; no engine, no metric. Invariant: memory is bounded by a few tensors, and
+whatever was flushed stays readable if the process dies.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ import hashlib
 import json
 import math
 import mmap
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -34,21 +32,14 @@ from minite_diag.errors import TraceError
 from minite_diag.trace.index import TensorIndex, TensorRef
 from minite_diag.trace.parts import TableParts, read_parts
 from minite_diag.trace.schema import CALLS, TENSORS, TOKENS, write_table
+from minite_diag.trace.segments import DiskBudgetExceeded, SegmentWriter
 
 MANIFEST_SCHEMA: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
-SEGMENT_BYTES: Final = 1 << 30
-WRITE_BUFFER_BYTES: Final = 1 << 18
-ALIGNMENT: Final = 64
-"""Tensors start at multiples of it, so that they can be used where the file is mapped."""
 STATISTICS_ELEMENTS: Final = 1 << 15
-RECENT_TENSORS: Final = 3
-RECENT_KINDS: Final = frozenset({"input", "act_codes", "act_block_scale"})
-"""Kinds that several modules share: each is written once and referred to."""
-
 Array = np.ndarray[Any, Any]
-Place = tuple[str, int]
-"""Segment and byte offset."""
+
+__all__ = ["DiskBudgetExceeded", "Row", "TensorRef", "Trace", "TraceWriter", "traces_of"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +62,6 @@ def _as_bytes(tensor: torch.Tensor) -> Array:
     return tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
 
 
-class DiskBudgetExceeded(Exception):
-    """The next tensor would pass `max_disk`; what is written stays valid."""
-
-
 class TraceWriter:
     """Appends tensors, calls and tokens of one engine to its trace folder.
 
@@ -83,19 +70,13 @@ class TraceWriter:
 
     def __init__(self, folder: Path, max_disk: int | None = None, stats_only: bool = False) -> None:
         self.folder = folder
-        self.max_disk = max_disk
         self.stats_only = stats_only
-        self.bytes_written = 0
         (folder / "tensors").mkdir(parents=True, exist_ok=True)
-        self._segment = -1
-        self._file: BinaryIO | None = None
-        self._offset = 0
+        self._segments = SegmentWriter(folder / "tensors", max_disk)
         self._index: list[dict[str, Any]] = []
         self._index_part = 0
         self._calls = TableParts(folder, CALLS)
         self._tokens = TableParts(folder, TOKENS)
-        self._recent: deque[tuple[torch.Tensor, Place]] = deque(maxlen=RECENT_TENSORS)
-        self._recent_rows: tuple[torch.Tensor, Place] | None = None
 
     def manifest(self, record: dict[str, Any]) -> None:
         """Write manifest.json atomically."""
@@ -147,93 +128,29 @@ class TraceWriter:
         if self.stats_only:
             entry.update(_statistics(tensor))
         else:
-            entry |= self._place(kind, tensor, row_index)
+            entry |= self._place(tensor, row_index, is_static=rows == "static")
         self._index.append(entry)
 
     def _place(
-        self, kind: str, tensor: torch.Tensor, row_index: torch.Tensor | None
+        self, tensor: torch.Tensor, row_index: torch.Tensor | None, *, is_static: bool
     ) -> dict[str, Any]:
-        """Write what is not there yet; says where the tensor and its row indices lie."""
-        rows = None if row_index is None else row_index.to("cpu", torch.int32).contiguous()
-        where = self._recall(tensor)
-        rows_where = self._recall_rows(rows)
-        if where is not None and rows_where is not None and rows_where[0] != where[0]:
-            rows_where = None
-        data = [] if where else [_as_bytes(tensor)]
-        if rows is not None and rows_where is None:
-            data.append(_as_bytes(rows))
-        if data and not self._reserve(data, where):
-            # The tensor is in an older segment and its rows can't join it there.
-            where, data = None, [_as_bytes(tensor), *data]
-            self._reserve(data, None)
-        places = [self._write(item) for item in data]
-        if where is None:
-            where = places[0]
-            if kind in RECENT_KINDS and tensor.dim() > 0:
-                self._recent.append((tensor.detach().contiguous().clone(), where))
-        if rows is not None and rows_where is None:
-            rows_where = places[-1]
-            self._recent_rows = (rows.clone(), rows_where)
-        return {
-            "file": where[0],
-            "offset": where[1],
-            "row_offset": -1 if rows_where is None else rows_where[1],
-        }
-
-    def _recall(self, tensor: torch.Tensor) -> Place | None:
-        for i, (recent, where) in enumerate(self._recent):
-            if _has_bytes_of(recent, tensor):
-                del self._recent[i]
-                self._recent.append((recent, where))
-                return where
-        return None
-
-    def _recall_rows(self, rows: torch.Tensor | None) -> Place | None:
-        if rows is None or self._recent_rows is None:
-            return None
-        recent, where = self._recent_rows
-        return where if _has_bytes_of(recent, rows) else None
-
-    def _reserve(self, data: list[Array], where: Place | None) -> bool:
-        """Open a segment with room for all of `data`; False if that isn't the one of `where`.
-
-        Raises DiskBudgetExceeded, with nothing written, where `max_disk` has no room.
-        """
-        size = sum(_padding(len(item)) + len(item) for item in data)
-        fits = self._file is not None and self._offset + size <= SEGMENT_BYTES
-        if where is not None and not (fits and where[0] == self._segment_name):
-            return False
-        if self.max_disk is not None and self.bytes_written + size > self.max_disk:
-            raise DiskBudgetExceeded
-        if not fits:
-            self._open_segment()
-        return True
+        """Append the tensor and its row indices; says where they lie."""
+        if row_index is None:
+            file, offset = self._segments.append([tensor], direct=is_static)[0]
+            return {"file": file, "offset": offset}
+        rows = row_index.to(torch.int32)
+        (file, offset), (_, row_offset) = self._segments.append([tensor, rows])
+        return {"file": file, "offset": offset, "row_offset": row_offset}
 
     @property
-    def _segment_name(self) -> str:
-        return f"data-{self._segment:05d}.bin"
-
-    def _open_segment(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._segment += 1
-        self._offset = 0
-        file = self.folder / "tensors" / self._segment_name
-        self._file = file.open("wb", buffering=WRITE_BUFFER_BYTES)
-
-    def _write(self, data: Array) -> Place:
-        assert self._file is not None
-        where = (self._segment_name, self._offset)
-        self._file.write(data.data)
-        self._file.write(bytes(_padding(len(data))))
-        self._offset += len(data) + _padding(len(data))
-        self.bytes_written += len(data) + _padding(len(data))
-        return where
+    def bytes_written(self) -> int:
+        """Bytes under tensors/data-*."""
+        return self._segments.bytes_written
 
     def flush(self) -> None:
         """Make all that was appended readable: called after each sequence."""
-        if self._file is not None:
-            self._file.flush()
+        # First the bytes: an index never points at what is not there.
+        self._segments.flush()
         if self._index:
             name = f"index-{self._index_part:05d}.parquet"
             write_table(self.folder / "tensors" / name, self._index, TENSORS)
@@ -247,22 +164,7 @@ class TraceWriter:
         self.flush()
         self._calls.close()
         self._tokens.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _padding(nbytes: int) -> int:
-    return -nbytes % ALIGNMENT
-
-
-def _has_bytes_of(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    # As wide integers: torch compares 8 bytes in the time of one.
-    width = next(n for n in (8, 4, 2, 1) if a.numel() * a.element_size() % n == 0)
-    wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
-    return torch.equal(a.reshape(-1).view(wide), b.contiguous().reshape(-1).view(wide))
+        self._segments.close()
 
 
 def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
