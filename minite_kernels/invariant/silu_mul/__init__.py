@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from minite_kernels.dispatch import Impl, select
-from minite_kernels.invariant.elementary import exp
 
 __all__ = ["silu_mul"]
 
@@ -35,6 +34,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, rounding: Rounding, impl: Impl) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.impl = impl
         module = select("silu_mul", __name__, impl, gate_up.device)
         out: Tensor = module.silu_mul(gate_up, rounding == "twice")
         return out
@@ -42,9 +42,6 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.to(torch.float32).chunk(2, -1)
-        dy = gradients[0].to(torch.float32)
-        sigmoid = torch.reciprocal(1.0 + exp(-gate))
-        silu = gate * sigmoid
-        d_gate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-        return torch.cat((d_gate, dy * silu), -1).to(gate_up.dtype), None, None
+        module = select("silu_mul_backward", __name__, ctx.impl, gate_up.device)
+        out: Tensor = module.silu_mul_backward(gradients[0], gate_up)
+        return out, None, None

@@ -15,3 +15,13 @@ def silu_mul(gate_up: Tensor, round_silu: bool) -> Tensor:
     if round_silu:
         silu = silu.to(gate_up.dtype).to(torch.float32)
     return (silu * up).to(gate_up.dtype)
+
+
+def silu_mul_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient [.., 2I] of silu(gate) * up in FP32, rounded once."""
+    gate, up = gate_up.to(torch.float32).chunk(2, -1)
+    dy = dy.to(torch.float32)
+    sigmoid = torch.div(torch.ones_like(gate), 1.0 + exp(-gate))
+    d_gate = (dy * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    d_up = dy * (gate * sigmoid)
+    return torch.cat((d_gate, d_up), -1).to(gate_up.dtype)

@@ -37,14 +37,19 @@ class DecodedConfig:
 
 #: Rows up to which packed weights are read, once for each 16 (or 64) rows.
 PACKED_MAX_ROWS: Final = 128
-PACKED_SMALL: Final = PackedConfig(rows=16, columns=32, swap=True, num_warps=2, num_stages=3)
+PACKED_SMALL: Final = PackedConfig(rows=16, columns=32, swap=True, num_warps=2, num_stages=5)
 #: Of one expert's rows: many experts fill the GPU, so each program streams more columns.
-GROUPED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=4)
+GROUPED_SMALL: Final = PackedConfig(rows=16, columns=128, swap=True, num_warps=8, num_stages=4)
+GROUPED_SHORT: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=3)
+#: K below which a program's few slices leave no time to fill the larger tile's pipeline.
+SHORT_K: Final = 1024
 PACKED_MEDIUM: Final = PackedConfig(rows=64, columns=64, swap=True, num_warps=4, num_stages=4)
-DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=3)
+DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=4)
 #: FP32 output: the tile above would not fit shared memory on its way out.
 DECODED_FLOAT32: Final = DecodedConfig(rows=128, columns=128, k=64, num_warps=8, num_stages=4)
-GROUPED_DECODED: Final = DecodedConfig(rows=128, columns=128, k=64, num_warps=8, num_stages=4)
+GROUPED_DECODED: Final = DecodedConfig(
+    rows=128, columns=256, k=64, num_warps=8, num_stages=3, split_store=True
+)
 #: Average rows an expert from which grouped GEMMs decode their weights first.
 GROUPED_DECODE_ROWS: Final = 64
 #: Columns of a packed weight's slice: the largest that divides K.
@@ -58,14 +63,21 @@ def packed_config(rows: int) -> PackedConfig:
     return PACKED_SMALL if rows <= 16 else PACKED_MEDIUM
 
 
-def grouped_packed_config(rows_per_expert: float) -> PackedConfig:
+def grouped_packed_config(rows_per_expert: float, k: int) -> PackedConfig:
     """Tile of a grouped GEMM with this average number of rows an expert."""
-    return GROUPED_SMALL if rows_per_expert <= 16 else PACKED_MEDIUM
+    if rows_per_expert > 16:
+        return PACKED_MEDIUM
+    return GROUPED_SHORT if k < SHORT_K else GROUPED_SMALL
 
 
 def decoded_config(wide_output: bool) -> DecodedConfig:
     """Tile for a 2-byte or, ``wide_output``, a 4-byte output dtype."""
     return DECODED_FLOAT32 if wide_output else DECODED
+
+
+def grouped_decoded_config(wide_output: bool) -> DecodedConfig:
+    """Tile of grouped GEMMs on decoded operands, as ``decoded_config``."""
+    return DECODED_FLOAT32 if wide_output else GROUPED_DECODED
 
 
 def slice_columns(k: int) -> int | None:

@@ -228,7 +228,7 @@ def _launch_packed(
     arguments: dict[str, Any],
     per_expert: float,
 ) -> None:
-    config = configs.grouped_packed_config(per_expert)
+    config = configs.grouped_packed_config(per_expert, b.first.shape[1])
     listed = tiles(offsets, out.shape[0], config.rows)
     words = b.stacked("packed_words", dense.packed_words)
     scales = b.stacked("packed_scales", dense.packed_scales)
@@ -263,7 +263,7 @@ def _launch_decoded(
     out: Tensor,
     arguments: dict[str, Any],
 ) -> None:
-    config = configs.GROUPED_DECODED
+    config = configs.grouped_decoded_config(out.element_size() > 2)
     if rows is not None:
         values = values[rows]
         if arguments["A_PER_ROW"]:

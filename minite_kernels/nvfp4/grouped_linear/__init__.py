@@ -14,6 +14,7 @@ depend on its own rows and weight alone; rows beyond ``offsets[-1]`` are padding
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ from torch import Tensor
 from minite_kernels.dispatch import Impl, select
 from minite_kernels.nvfp4.recipe import Recipe
 
-__all__ = ["ALIGNMENT", "Options", "data_gradient", "forward", "weight_gradient"]
+__all__ = [
+    "ALIGNMENT",
+    "Options",
+    "data_gradient",
+    "forward",
+    "prepare_weight",
+    "weight_gradient",
+]
 
 #: Rows of an expert's range start at multiples of this where ``triton`` runs (``route(align=)``).
 ALIGNMENT = 64
@@ -44,24 +52,43 @@ def forward(
     *,
     input_amax: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    prepared: Any = None,
     aligned: bool = False,
 ) -> Tensor:
     """Y [R, N], by default in the dtype of x; ``input_amax`` FP32 [E] for static recipes.
+
+    ``prepared`` is what ``prepare_weight`` made of w with the same options and alignment.
 
     ``aligned`` promises that every offset is a multiple of ``ALIGNMENT`` (nothing is checked: that
     would wait for the device); without it only ``ref`` runs.
     """
     module = _select(options, x_RK, w_ENK, aligned)
-    out: Tensor = module.forward(x_RK, w_ENK, offsets, options, input_amax, out_dtype or x_RK.dtype)
+    out: Tensor = module.forward(
+        x_RK, w_ENK, offsets, options, input_amax, out_dtype or x_RK.dtype, prepared
+    )
     return out
 
 
+def prepare_weight(x_RK: Tensor, w_ENK: Tensor, options: Options, *, aligned: bool = False) -> Any:
+    """Quantize w once for ``forward`` and, where its tile is 16x16, ``data_gradient``.
+
+    ``x_RK`` is the layer's input, which decides the implementation; the result is opaque.
+    """
+    return _select(options, x_RK, w_ENK, aligned).prepare_weight(w_ENK, options)
+
+
 def data_gradient(
-    dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options, *, aligned: bool = False
+    dy_RN: Tensor,
+    w_ENK: Tensor,
+    offsets: Tensor,
+    options: Options,
+    *,
+    prepared: Any = None,
+    aligned: bool = False,
 ) -> Tensor:
     """Compute dX [R, K] in the dtype of dy."""
     module = _select(options, dy_RN, w_ENK, aligned)
-    out: Tensor = module.data_gradient(dy_RN, w_ENK, offsets, options)
+    out: Tensor = module.data_gradient(dy_RN, w_ENK, offsets, options, prepared)
     return out
 
 

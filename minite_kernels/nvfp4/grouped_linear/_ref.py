@@ -17,6 +17,17 @@ from minite_kernels.nvfp4.hadamard import random_hadamard_transform
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
+Weight = list[Nvfp4Tensor]
+
+
+def prepare_weight(w_ENK: Tensor, options: Options) -> Weight:
+    """Quantize each expert's weight along K."""
+    return [_quantize_weight(w_NK, options) for w_NK in w_ENK]
+
+
+def _quantize_weight(w_NK: Tensor, options: Options) -> Nvfp4Tensor:
+    return quantize(w_NK, options.recipe, role="weight", impl="ref")
+
 
 def forward(
     x_RK: Tensor,
@@ -25,25 +36,28 @@ def forward(
     options: Options,
     input_amax: Tensor | None,
     out_dtype: torch.dtype,
+    prepared: Weight | None,
 ) -> Tensor:
     """[R, N]: each expert's rows times its weight."""
     out = x_RK.new_zeros(x_RK.shape[0], w_ENK.shape[1], dtype=out_dtype)
     for expert, rows in _experts(offsets):
         amax = None if input_amax is None else input_amax.reshape(-1)[expert]
         x = quantize(x_RK[rows], options.recipe, amax=amax, impl="ref")
-        w = quantize(w_ENK[expert], options.recipe, role="weight", impl="ref")
+        w = prepared[expert] if prepared else _quantize_weight(w_ENK[expert], options)
         out[rows] = gemm(x, w, out_dtype=out_dtype, impl="ref")
     return out
 
 
-def data_gradient(dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options) -> Tensor:
-    """[R, K]: dY W, both quantized along N."""
+def data_gradient(
+    dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options, prepared: Weight | None
+) -> Tensor:
+    """[R, K]: dY W, both quantized along N; the prepared weight is quantized along K: no use here."""
     out = dy_RN.new_zeros(dy_RN.shape[0], w_ENK.shape[2])
     for expert, rows in _experts(offsets):
         dy = quantize(
             dy_RN[rows], options.recipe, role="gradient", impl="ref", generator=options.generator
         )
-        w = quantize(w_ENK[expert].t().contiguous(), options.recipe, role="weight", impl="ref")
+        w = _quantize_weight(w_ENK[expert].t().contiguous(), options)
         out[rows] = gemm(dy, w, out_dtype=dy_RN.dtype, impl="ref")
     return out
 

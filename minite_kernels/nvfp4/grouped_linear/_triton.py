@@ -31,8 +31,11 @@ from minite_kernels.nvfp4.quantize import configs as quantize_configs
 from minite_kernels.nvfp4.quantize._ref import GlobalScale
 from minite_kernels.nvfp4.recipe import GemmRecipe, OperandRecipe
 
+Weight = tuple[Tensor, GlobalScale]
+
 _max_magnitude = quantizer._max_magnitude
 _quantize_blocks = quantizer._quantize_blocks
+_random_bytes = quantizer._random_bytes
 _finish = dense._finish
 _store_tile = dense._store_tile
 
@@ -125,10 +128,23 @@ def _along_rows_kernel(
     columns = tl.trans(value)
     random = columns
     if RECIPE[16]:
-        random = tl.randint(tl.load(seed_ptr), tl.trans(offset).to(tl.int32))
+        random = _random_bytes(tl.load(seed_ptr), tl.program_id(0) * C + c)
     rounded, s8 = _quantize_blocks(columns, b, S, g, random, True, RECIPE)
     out = tl.trans(rounded * s8.to(tl.float32)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out, mask=inside)
+
+
+@triton.jit
+def _zero_tail_kernel(out_ptr, offsets_ptr, E, C, BC: tl.constexpr):
+    """Zero 16 rows if they belong to no expert."""
+    first = tl.program_id(0).to(tl.int64) * 16
+    if first < tl.load(offsets_ptr + E):
+        return
+    rows = first + tl.arange(0, 16)
+    zeros = tl.zeros((16, BC), out_ptr.dtype.element_ty)
+    for start in range(0, C, BC):
+        c = start + tl.arange(0, BC)
+        tl.store(out_ptr + rows[:, None] * C + c[None, :], zeros, mask=(c < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -222,6 +238,11 @@ def _weight_gradient_kernel(
         _store_tile(out_ptr + expert.to(tl.int64) * N * K, out, n, N, k, K, BM, BN, SPLIT)
 
 
+def prepare_weight(w_ENK: Tensor, options: Options) -> Weight:
+    """Quantize all experts' weights along K: FP16 values [E*N, K] and global scales [E]."""
+    return weight_values(w_ENK, options)
+
+
 def forward(
     x_RK: Tensor,
     w_ENK: Tensor,
@@ -229,19 +250,22 @@ def forward(
     options: Options,
     input_amax: Tensor | None,
     out_dtype: torch.dtype,
+    prepared: Weight | None,
 ) -> Tensor:
     """[R, N]: each expert's rows times its weight."""
     x, x_scale = rows_values(x_RK, offsets, options, options.recipe.activation)
-    w, w_scale = weight_values(w_ENK, options)
+    w, w_scale = prepared or weight_values(w_ENK, options)
     return _rows_gemm(x, x_scale, w, w_scale, offsets, options, out_dtype, b_by_rows=False)
 
 
-def data_gradient(dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options) -> Tensor:
+def data_gradient(
+    dy_RN: Tensor, w_ENK: Tensor, offsets: Tensor, options: Options, prepared: Weight | None
+) -> Tensor:
     """[R, K]: dY W, both quantized along N."""
     dy, dy_scale = rows_values(dy_RN, offsets, options, options.recipe.gradient)
     two_dimensional = options.recipe.weight.tile[0] > 1
     if two_dimensional:
-        w, w_scale = weight_values(w_ENK, options)
+        w, w_scale = prepared or weight_values(w_ENK, options)
     else:
         w, w_scale = weight_values(w_ENK.transpose(1, 2).contiguous(), options)
     return _rows_gemm(
@@ -410,8 +434,10 @@ def _rows_gemm(
     rows, k = a_RK.shape
     experts = offsets.numel() - 1
     n = b.shape[1] if b_by_rows else b.shape[0] // experts
-    config = configs.GROUPED_DECODED if experts > 1 else configs.DECODED
-    out = torch.zeros(rows, n, dtype=out_dtype, device=a_RK.device)
+    choose = configs.grouped_decoded_config if experts > 1 else configs.decoded_config
+    config = choose(out_dtype == torch.float32)
+    out = torch.empty(rows, n, dtype=out_dtype, device=a_RK.device)
+    _zero_tail_kernel[(rows // 16,)](out, offsets, experts, n, BC=256)
     listed = tiles(offsets, rows, config.rows)
     count = listed.expert.numel() * triton.cdiv(n, config.columns)
     programs = dense.programs(out.device)

@@ -32,6 +32,7 @@ _quotient = arithmetic.quotient
 _encode_e2m1 = arithmetic.encode_e2m1
 _round_e2m1 = arithmetic.round_e2m1
 _dither_e2m1 = arithmetic.dither_e2m1
+_random_bytes = arithmetic.random_bytes
 _FLOAT32_MAX = arithmetic.FLOAT32_MAX
 _BFLOAT16_MAX = arithmetic.BFLOAT16_MAX
 
@@ -196,8 +197,8 @@ def _quantize_kernel(
     g = tl.broadcast_to(g, (BM, BK // 16))
     random = blocks
     if RECIPE[16]:
-        element = rows[:, None] * K + k[None, :]
-        random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, BK // 16, 16))
+        number = rows[:, None] * (K // 16) + column // 16 + tl.arange(0, BK // 16)[None, :]
+        random = _random_bytes(tl.load(seed_ptr), number)
     code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
 
@@ -245,8 +246,8 @@ def _quantize_token_kernel(
     g = tl.broadcast_to(g[:, None], (BM, KP // 16))
     random = blocks
     if RECIPE[16]:
-        element = rows[:, None] * K + k[None, :]
-        random = tl.reshape(tl.randint(tl.load(seed_ptr), element), (BM, KP // 16, 16))
+        number = rows[:, None] * (K // 16) + tl.arange(0, KP // 16)[None, :]
+        random = _random_bytes(tl.load(seed_ptr), number)
     code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
     _store(code, s8, q_ptr, s_ptr, rows, row_mask, 0, K, BM, KP, VALUES)
 

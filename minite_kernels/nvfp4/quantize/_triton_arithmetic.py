@@ -195,11 +195,23 @@ def round_e2m1(y, TIES_EVEN: tl.constexpr, KEEP_SIGN: tl.constexpr, NAN_CODE: tl
 
 
 @triton.jit
+def random_bytes(seed, block):
+    """Bytes [.., 16] in int32 for each block number [..]: one Philox call gives all 16."""
+    r0, r1, r2, r3 = tl.randint4x(seed, block)
+    j = tl.arange(0, 16)
+    for _ in tl.static_range(len(block.shape)):
+        j = tl.expand_dims(j, 0)
+    first = tl.where(j < 4, tl.expand_dims(r0, -1), tl.expand_dims(r1, -1))
+    second = tl.where(j < 12, tl.expand_dims(r2, -1), tl.expand_dims(r3, -1))
+    return (tl.where(j < 8, first, second) >> ((j & 3) * 8)) & 255
+
+
+@triton.jit
 def dither_e2m1(y, random):
-    """Round FP32 y stochastically to the E2M1 grid with 8 of the random bits."""
+    """Round FP32 y stochastically to the E2M1 grid with random bytes."""
     magnitude = tl.abs(y)
     step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
-    dithered = magnitude + (random & 255).to(tl.float32) * (step * 0.00390625)
+    dithered = magnitude + random.to(tl.float32) * (step * 0.00390625)
     step = tl.where(dithered < 2.0, 0.5, tl.where(dithered < 4.0, 1.0, 2.0))
     inverse = tl.where(dithered < 2.0, 2.0, tl.where(dithered < 4.0, 1.0, 0.5))
     floored = tl.minimum(tl.floor(dithered * inverse) * step, 6.0)

@@ -46,6 +46,12 @@ def test_elementwise_ops_give_the_reference_bits(dtype: torch.dtype) -> None:
     x = matrix("heavy_t2", 21, 300).to(dtype)
     for rounding in ("once", "twice"):
         assert same(*(silu_mul(x, rounding=rounding, impl=i) for i in IMPLS))
+        gradients = []
+        for impl in IMPLS:
+            leaf = x.clone().requires_grad_()
+            silu_mul(leaf, rounding=rounding, impl=impl).backward(x[:, :150])
+            gradients.append(leaf.grad)
+        assert same(*gradients)
     z = matrix("normal", 7, 3 * 80).view(7, 3, 80).to(dtype)
     tables = rope_tables(torch.arange(7) + 3, 1e4 ** (-torch.arange(0, 64, 2) / 64.0))
     for pairs in ("half", "interleaved"):
