@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ if __name__ == "__main__":
 
 from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
 
+from minite_kernels.invariant.attention import attention, paged_attention
+from minite_kernels.invariant.log_softmax import log_softmax
+from minite_kernels.invariant.matmul import matmul
+from minite_kernels.invariant.rms_norm import add_rms_norm, rms_norm
+from minite_kernels.invariant.router import route_logits
+from minite_kernels.invariant.silu_mul import silu_mul
+from minite_kernels.nvfp4 import grouped_linear
 from minite_kernels.nvfp4.gemm import _triton as gemm_triton
 from minite_kernels.nvfp4.gemm import configs, gemm, prepare
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue
@@ -256,12 +264,105 @@ def check_experts() -> dict[str, Any]:
     return {"wrong": len(wrong), "examples": dict(list(wrong.items())[:20])}
 
 
+def check_invariant() -> dict[str, Any]:
+    """Invariant ops: Triton's bits against the CPU reference's, and against themselves."""
+    wrong: dict[str, int] = {}
+
+    def compare(name: str, a: Tensor, b: Tensor) -> None:
+        bad = different(a.cpu(), b.cpu())
+        if bad:
+            wrong[name] = bad
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x, w = (
+            matrix("heavy_t2", 300, 2048).to(dtype),
+            matrix("normal", 1, 2048, seed=1)[0].to(dtype),
+        )
+        y = x.flip(0)
+        on = [t.to(DEVICE) for t in (x, y, w)]
+        compare(f"rms_norm/{dtype}", rms_norm(on[0], on[2], 1e-6), rms_norm(x, w, 1e-6))
+        ours, ref = add_rms_norm(*on, 1e-6), add_rms_norm(x, y, w, 1e-6)
+        compare(f"add_rms_norm/{dtype}", ours[0], ref[0])
+        compare(f"silu_mul/{dtype}", silu_mul(on[0]), silu_mul(x))
+        logits = matrix("normal", 300, 128).to(dtype)
+        ours, ref = route_logits(logits.to(DEVICE), 8), route_logits(logits, 8)
+        compare(f"router weights/{dtype}", ours[0], ref[0])
+        compare(f"router ids/{dtype}", ours[1], ref[1])
+        big = matrix("normal", 20, 50000).to(dtype) * 4
+        compare(f"log_softmax/{dtype}", log_softmax(big.to(DEVICE)), log_softmax(big))
+        weight = matrix("normal", 768, 2048, seed=3).to(dtype).to(DEVICE)
+        rows = matrix("outlier_channels", 2048, 2048).to(dtype).to(DEVICE)
+        whole = matmul(rows, weight, out_dtype=torch.float32)
+        for m in (1, 2, 16, 17, 63, 64, 65, 200, 1000):
+            part = matmul(rows[5 : 5 + m], weight, out_dtype=torch.float32)
+            compare(f"matmul/{dtype}/M={m}", part, whole[5 : 5 + m])
+    compare_attention(compare)
+    return {"wrong": len(wrong), "examples": dict(list(wrong.items())[:20])}
+
+
+def compare_attention(compare: Callable[[str, Tensor, Tensor], None]) -> None:
+    """Decode, chunks and a neighbour in the batch against one prefill."""
+    length, page = 1500, 16
+    q, k, v = (
+        matrix("normal", length, h * 128, seed=s).view(length, h, 128).bfloat16().to(DEVICE)
+        for s, h in enumerate((8, 2, 2))
+    )
+    whole = attention(q, k, v, torch.tensor([0, length], device=DEVICE), scale=0.088)
+    pages = -(-length // page)
+    caches = []
+    for value in (k, v):
+        cache = torch.zeros(pages * page, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+        cache[:length] = value
+        caches.append(cache.view(pages, page, 2, 128))
+    table = torch.arange(pages, device=DEVICE, dtype=torch.int32)
+    for first, last in ((0, 1), (63, 65), (777, 778), (1000, 1500), (1499, 1500)):
+        part = paged_attention(
+            torch.cat((q[first:last], q[40:41])),
+            caches[0],
+            caches[1],
+            torch.stack((table, table)),
+            torch.tensor([0, last - first, last - first + 1], device=DEVICE),
+            torch.tensor([last, 41], device=DEVICE),
+            scale=0.088,
+        )
+        compare(f"attention/{first}:{last}", part[:-1], whole[first:last])
+        compare(f"attention/neighbour of {first}:{last}", part[-1:], whole[40:41])
+
+
+def check_training() -> dict[str, Any]:
+    """The three GEMMs of grouped linears: Triton against the reference on this GPU."""
+    out: dict[str, Any] = {}
+    base = get_recipe("te")
+    rne = replace(base, gradient=replace(base.gradient, rounding="rne"))
+    offsets = torch.tensor([0, 192, 192, 1024, 2048], device=DEVICE)
+    x = matrix("normal", 2112, 512).bfloat16().to(DEVICE)
+    dy = matrix("heavy_t2", 2112, 768, seed=1).bfloat16().to(DEVICE)
+    x[2048:], dy[2048:] = 0, 0
+    w = torch.stack([matrix("normal", 768, 512, seed=e) for e in range(4)]).bfloat16().to(DEVICE)
+    for recipe in (rne, replace(rne, rht_wgrad=False)):
+        for function, args in (
+            (grouped_linear.forward, (x, w)),
+            (grouped_linear.data_gradient, (dy, w)),
+            (grouped_linear.weight_gradient, (dy, x)),
+        ):
+            ref, ours = (
+                function(*args, offsets, grouped_linear.Options(recipe, impl), aligned=True)
+                for impl in ("ref", "triton")
+            )
+            name = f"{function.__name__}/rht={recipe.rht_wgrad}"
+            error = ((ours.double() - ref.double()).norm() / ref.double().norm()).item()
+            out[name] = {"different": different(ours, ref), "of": ref.numel(), "relative": error}
+    return out
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "reciprocal": check_reciprocal,
     "quantizer": check_quantizer,
     "tiles": check_tiles,
     "batches": check_batches,
     "experts": check_experts,
+    "invariant": check_invariant,
+    "training": check_training,
 }
 
 
