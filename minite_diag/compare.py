@@ -32,11 +32,13 @@ RELEASE_BYTES: Final = 64 << 20
 """Bytes read from a trace before its pages are let go."""
 
 
-def compare(run: Path) -> None:
+def compare(run: Path, out: Path | None = None) -> None:
     """Compare the learner with each sampler, and the samplers with each other.
 
-    Writes comparison.parquet and logprobs.parquet; raises TraceError for a damaged run.
+    Writes comparison.parquet and logprobs.parquet to `out` (default: the run); raises TraceError
+    for a damaged run.
     """
+    out = run if out is None else out
     plan = read_plan(run)
     usable = {
         spec.id: Side.of(Trace(run / "traces" / spec.id))
@@ -44,19 +46,19 @@ def compare(run: Path) -> None:
         if _is_usable(run, spec.id)
     }
     pairs = [(usable[a], usable[b]) for a, b in pairs_of(plan) if a in usable and b in usable]
-    with _one_thread():
-        with TableWriter(run / COMPARISON_FILE, COMPARISON) as table:
+    with one_thread():
+        with TableWriter(out / COMPARISON_FILE, COMPARISON) as table:
             for baseline, target in pairs:
                 for row in compare_sites(baseline, target):
                     table.append(row)
-        with TableWriter(run / LOGPROBS_FILE, LOGPROBS) as table:
+        with TableWriter(out / LOGPROBS_FILE, LOGPROBS) as table:
             for baseline, target in pairs:
                 for row in compare_logprobs(plan, baseline, target):
                     table.append(row)
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Most tensors are small: waking torch's threads takes longer than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

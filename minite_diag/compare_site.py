@@ -94,6 +94,13 @@ class SequencePair:
                 self._results.popitem(last=False)
         return self._results[identity]
 
+    def read(self, site: Site) -> tuple[SiteTensor, SiteTensor]:
+        """Both sides' tensors of a site; raises Unpaired."""
+        pieces = self._pieces(0, site), self._pieces(1, site)
+        if not pieces[0][0].ref.file or not pieces[1][0].ref.file:
+            raise Unpaired("only statistics were kept")
+        return read_site(self.traces[0], pieces[0]), read_site(self.traces[1], pieces[1])
+
     def _pieces(self, side: int, site: Site) -> list[Piece]:
         pieces = self.sites[side].get(site)
         if pieces:
@@ -222,6 +229,12 @@ class SequencePair:
             "agreement": float(same.double().mean()),
             "first_row": None,
         }
+
+
+def paired_tensors(pair: SequencePair, site: Site) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two tensors that `pair.compare(site)` compares, in one shape; raises Unpaired."""
+    x, y, _ = _same_rows(*pair.read(site))
+    return x.tensor, y.tensor
 
 
 def _global_kind(block_scale_kind: str) -> str:
