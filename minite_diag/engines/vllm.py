@@ -457,7 +457,7 @@ def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, 
         has_experts = any(config.get(key) for key in ("num_experts", "num_local_experts"))
         _register_on_cpu(recipe, has_experts, float(options.get("dequantized_gib", "8")))
         return {"moe_backend": "emulation"} if has_experts else {}
-    if recipe in nvfp4_modelled.MODELLED_RECIPES:
+    if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
         raise EngineUnavailable(
             f"vllm models nvfp4_recipe={recipe} on CPU only",
             "leave it out: on a GPU vLLM's own kernels run",
@@ -468,7 +468,7 @@ def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, 
 
 
 def _register_on_cpu(recipe: str, has_experts: bool, dequantized_gib: float) -> None:
-    if recipe in nvfp4_modelled.MODELLED_RECIPES:
+    if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
         model = get_recipe(recipe)
         nvfp4_cpu.register_linear(nvfp4_modelled.linear_kernel_class(model))
         if has_experts:

@@ -125,3 +125,26 @@ def print_gate(summary: dict[str, Any], console: Console) -> None:
                 f"[{words.number(check['low'])}, {words.number(check['high'])}], "
                 f"limit {words.number(check['limit'])}, {check['tokens']} tokens",
             )
+
+
+def print_ladder(result: dict[str, Any], console: Console) -> None:
+    """One row per rung: gap, share closed, tensors equal, what is ours, and the price.
+
+    The gap is the mean absolute log-probability difference; time and memory are learner/sampler
+    ratios to the first run, both hooked.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rung", no_wrap=True)
+    for heading in ("sample", "score", "closed", "tensors equal", "time x", "memory x"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rung in result["ladder"]:
+        table.add_row(escape(rung["rung"]), *words.rung_cells(rung))
+    console.print(table)
+    for rung in result["ladder"]:
+        for error in rung["error"]:
+            _line(console, rung["rung"], f"{error['message']} -> {error['hint']}", "red")
+    _line(console, "last", words.last_native(result["ladder"]))
+    for ops in result["ladder"][-1]["ops"]:
+        kept = {k: v for k, v in ops.items() if k != "engine"}
+        text = "; ".join(f"{status}: {', '.join(names)}" for status, names in kept.items())
+        _line(console, ops["engine"], text)

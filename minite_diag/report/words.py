@@ -82,4 +82,38 @@ def evidence(engine: dict[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for item in engine["evidence"]:
         groups.setdefault(item["status"], []).append(item["op"])
-    return "; ".join(f"{status}: {', '.join(ops)}" for status, ops in groups.items()) or "-"
+    parts = [f"{status}: {', '.join(dict.fromkeys(ops))}" for status, ops in groups.items()]
+    return "; ".join(parts) or "-"
+
+
+def rung_cells(rung: dict[str, Any]) -> list[str]:
+    """Gap of both modes, share closed, equal tensors, time and memory against the first run."""
+    modes, sites = rung["logprob"] or {}, rung["sites"]
+    gaps = [number((modes.get(mode) or {}).get("mean_abs")) for mode in ("sample", "score")]
+    closed = rung["closed"]["sample"] if modes.get("sample") else rung["closed"]["score"]
+    times = [p["time_ratio"] for p in rung["price"]]
+    memory = [p["peak_rss_ratio"] for p in rung["price"]]
+    return [
+        *gaps,
+        "-" if closed is None else f"{closed:.1%}",
+        f"{sites['bitwise_equal']}/{sites['compared']}" if sites else "-",
+        _ratios(times),
+        _ratios(memory),
+    ]
+
+
+def _ratios(values: list[float | None]) -> str:
+    return "/".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
+def last_native(ladder: list[dict[str, Any]]) -> str:
+    """The last rung that puts no op of ours into the engines, and what the end of the ladder is."""
+    settings = [rung for rung in ladder if not rung["kernels"]]
+    gap = (settings[-1]["logprob"] or {}).get("score") or {}
+    end = ladder[-1]
+    equal = end["sites"] and end["sites"]["compared"] == end["sites"]["bitwise_equal"]
+    reached = "bitwise equal at every compared tensor" if equal else "not bitwise equal"
+    return (
+        f"settings only, no op of ours: {settings[-1]['rung']} "
+        f"(score |dlogp| {number(gap.get('mean_abs'))}); end: {end['rung']}, {reached}"
+    )

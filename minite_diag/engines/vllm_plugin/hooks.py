@@ -78,7 +78,7 @@ class Observer:
         self._rows: list[tuple[Row, Request]] = []
         self._hidden: torch.Tensor | None = None
         self._site: str | None = None
-        self._quantized: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._quantized: list[tuple[str, torch.Tensor]] = []
 
     def attach(self) -> None:
         """Hook the model; every site is promised to the recorder unless routing decides it."""
@@ -308,7 +308,10 @@ class Observer:
         def watched_model(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             quantized = model(x, *args, **kwargs)
             if self.recorder.active:
-                self._saw_codes(quantized.codes, quantized.block_scale)
+                scale = quantized.global_decode_scale
+                self._saw_codes(
+                    quantized.codes, quantized.block_scale, scale if scale.dim() else None
+                )
             return quantized
 
         emulation.ref_nvfp4_quant = watched_emulation
@@ -320,11 +323,15 @@ class Observer:
             self.recorder.wants(self._site, kind) for kind in ("act_codes", "act_block_scale")
         )
 
-    def _saw_codes(self, codes: torch.Tensor, block_scale: torch.Tensor) -> None:
-        self._quantized = (codes, block_scale)
+    def _saw_codes(
+        self, codes: torch.Tensor, block_scale: torch.Tensor, token_scale: torch.Tensor | None = None
+    ) -> None:
+        self._quantized = [("act_codes", codes), ("act_block_scale", block_scale)]
+        if token_scale is not None:
+            self._quantized.append(("act_global_decode_scale", token_scale))
         if self._site is not None:
-            self.recorder.tensor(self._site, "act_codes", codes)
-            self.recorder.tensor(self._site, "act_block_scale", block_scale)
+            for kind, tensor in self._quantized:
+                self.recorder.tensor(self._site, kind, tensor)
 
     def _attach_experts(self, layer: ExpertLayer) -> None:
         attach(layer.runner, layer.name, self.recorder)
@@ -354,8 +361,7 @@ class Observer:
         shared: list[tuple[str, torch.Tensor]] = []
 
         def codes() -> list[tuple[str, torch.Tensor]]:
-            assert self._quantized is not None
-            return list(zip(("act_codes", "act_block_scale"), self._quantized, strict=True))
+            return list(self._quantized)
 
         def write(expert: int, part: str, kind: str, tensor: torch.Tensor, rows: Any) -> None:
             self.recorder.tensor(f"{name}.{expert}.{part}", kind, tensor, rows)

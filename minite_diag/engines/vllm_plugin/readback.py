@@ -17,6 +17,7 @@ from minite_diag.engines.base import Evidence
 from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
 from minite_diag.engines.vllm_plugin.layout import expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.nvfp4_cpu import DequantizedWeights, emulation_module
+from minite_diag.engines.vllm_plugin.nvfp4_modelled import ALIGNED_RECIPES
 
 _EMULATION = "nvfp4_emulation_utils"
 
@@ -121,7 +122,9 @@ def read_evidence(model: nn.Module) -> Iterator[Evidence]:
         {linear_kernel(m): m for _, m in linear_modules(model) if is_nvfp4(m)}.items()
     ):
         yield from _nvfp4_linear(module)
-    yield Evidence("norm", "native", ops["RMSNorm"], norm_providers())
+    for name, forward in sorted(ops.items()):
+        if name.endswith("RMSNorm"):
+            yield Evidence("norm", "native", forward, norm_providers())
     for name, forward in sorted(ops.items()):
         if "Rotary" in name:
             yield Evidence("rope", "native", forward)
@@ -138,9 +141,10 @@ def _nvfp4_linear(module: Any) -> Iterator[Evidence]:
     name = qualified_name(type(kernel))
     recipe = getattr(kernel, "recipe", None)
     if recipe is not None:
-        note = f"recipe {recipe.name}: {recipe.engine}; alpha as vLLM computed it"
-        yield Evidence("nvfp4_linear", "modelled", name, note)
-        yield Evidence("nvfp4_quantize", "modelled", "minite_kernels.nvfp4.quantize", note)
+        status = _status_of(recipe)
+        note = f"recipe {recipe.name}: {recipe.engine}"
+        yield Evidence("nvfp4_linear", status, name, note)
+        yield Evidence("nvfp4_quantize", status, "minite_kernels.nvfp4.quantize", note)
     elif "Emulation" in name:
         note = "" if _dequantizes_each_time() else "what dequantize_to_dtype returns is kept"
         yield Evidence("nvfp4_linear", "emulated", name, note)
@@ -152,6 +156,15 @@ def _nvfp4_linear(module: Any) -> Iterator[Evidence]:
         )
     else:
         yield Evidence("nvfp4_linear", "native", name)
+
+
+def is_per_token(recipe: Any) -> bool:
+    """Whether each token has its own activation scale (the checkpoint's static one is unused)."""
+    return bool(recipe is not None and recipe.activation.amax_scope == "token")
+
+
+def _status_of(recipe: Any) -> str:
+    return "replaced" if recipe.name in ALIGNED_RECIPES else "modelled"
 
 
 def _dequantizes_each_time() -> bool:
@@ -178,8 +191,9 @@ def _experts(model: nn.Module) -> Iterator[Evidence]:
 def _our_experts(impl: str, arithmetic: Any) -> Evidence:
     recipe = getattr(arithmetic, "recipe", None)
     if recipe is not None:
-        note = f"recipe {recipe.name}: {recipe.engine}; one activation scale for all experts"
-        return Evidence("experts", "modelled", impl, note)
+        scale = "each token its own" if is_per_token(recipe) else "one for all experts"
+        note = f"recipe {recipe.name}: {recipe.engine}; activation scale: {scale}"
+        return Evidence("experts", _status_of(recipe), impl, note)
     return Evidence(
         "experts",
         "replaced",

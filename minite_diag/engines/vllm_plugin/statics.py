@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from minite_diag.capture.recorder import Recorder
+from minite_diag.engines.vllm_plugin import readback
 from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
 from minite_diag.engines.vllm_plugin.layout import ExpertLayer, expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot
@@ -35,7 +36,8 @@ def _write_nvfp4(
     recorder.static(name, "weight_codes", codes)
     recorder.static(name, "weight_block_scale", snapshot.loaded(name, module, "weight_scale"))
     recorder.static(name, "weight_global_decode_scale", module.weight_global_scale.data)  # type: ignore[arg-type]
-    recorder.static(name, "act_global_encode_scale", module.input_global_scale_inv.data)  # type: ignore[arg-type]
+    if not readback.is_per_token(getattr(readback.kernel_object(module), "recipe", None)):
+        recorder.static(name, "act_global_encode_scale", module.input_global_scale_inv.data)  # type: ignore[arg-type]
 
 
 def _write_experts(layer: ExpertLayer, snapshot: WeightSnapshot, recorder: Recorder) -> None:
@@ -62,9 +64,11 @@ def _write_expert_scales(layer: ExpertLayer, fused: str, native: str, recorder: 
     decode = scales.g1_alphas if fused == "w13" else scales.g2_alphas
     encode = scales.a1_gscale if fused == "w13" else scales.a2_gscale
     recorder.static(native, "weight_global_decode_scale", decode.float())
-    recorder.static(
-        native, "act_global_encode_scale", encode.float().reshape(-1).expand(len(decode))
-    )
+    arithmetic = getattr(fused_experts(layer), "arithmetic", None)
+    if not readback.is_per_token(getattr(arithmetic, "recipe", None)):
+        recorder.static(
+            native, "act_global_encode_scale", encode.float().reshape(-1).expand(len(decode))
+        )
 
 
 def _write_others(model: nn.Module, snapshot: WeightSnapshot, recorder: Recorder) -> None:

@@ -1,0 +1,147 @@
+"""The align stage: the same plan with alignments added one by one, and what each of them closes.
+
+Every rung is a whole run of its own under `RUN/align/`, captured and compared like the first.
+Invariant: a rung that could not be measured is in the ladder with its error, and the share that a
+rung closes is of the first run's gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from minite_diag.alignments.base import application, known_alignments, resolve_alignments
+from minite_diag.capture.runner import Report, capture
+from minite_diag.compare import compare
+from minite_diag.plan import Plan, read_plan
+from minite_diag.prepare import CompareRequest, prepare, read_request
+from minite_diag.summary import summarize
+
+ALIGN_JSON: Final = "align.json"
+ALIGN_SCHEMA: Final = 1
+
+Say = Callable[[str], None]
+
+
+def align(run: Path, names: Sequence[str], say: Say, report: Report) -> dict[str, Any]:
+    """Climb the ladder; returns {"schema", "before", "after", "ladder"} and writes align.json.
+
+    `names` are alignments, or none or `all`: those that do something in this run's engines, until
+    every bit is equal; ops that are equal without us stay native. Rungs that were measured before
+    are kept. Raises UsageError for unknown names.
+    """
+    request = read_request(run)
+    plan = read_plan(run)
+    chosen = [name for name in resolve_alignments(names or ["all"]) if _applies(name, plan)]
+    before = summarize(run)
+    ladder = [_rung("as it is", (), plan, before, before)]
+    after = before
+    for count, name in enumerate(chosen, start=1):
+        folder = run / "align" / f"{count}-{name}"
+        climbed = tuple(chosen[:count])
+        say(f"rung {count} of {len(chosen)}: + {name}")
+        after = _measure(request, folder, climbed, say, report)
+        ladder.append(_rung(f"+ {name}", climbed, read_plan(folder), after, before))
+        if _is_zero(after) and (not names or "all" in names):
+            say("bitwise zero: the engines' own ops are kept from here on")
+            break
+    result = {"schema": ALIGN_SCHEMA, "before": before, "after": after, "ladder": ladder}
+    (run / ALIGN_JSON).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _is_zero(summary: dict[str, Any]) -> bool:
+    """Whether every log-probability and every compared tensor is bitwise equal, nothing missing."""
+    return summary["verdict"] == "measured" and all(
+        pair["sites"]["compared"] == pair["sites"]["bitwise_equal"] > 0
+        and all(mode["equal"] == mode["tokens"] for mode in pair["logprob"].values())
+        for pair in summary["pairs"]
+    )
+
+
+def _applies(name: str, plan: Plan) -> bool:
+    """Whether the alignment does something in an engine of the plan, and has an op to do it on."""
+    if name in ("router", "experts") and not any(".experts." in n for n in plan.quantized):
+        return False
+    return any(application(name, spec.engine) is not None for spec in plan.engines)
+
+
+def _measure(
+    request: CompareRequest, folder: Path, names: tuple[str, ...], say: Say, report: Report
+) -> dict[str, Any]:
+    if not (folder / "plan.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(dataclasses.replace(request, align=names), folder, say)
+    results = capture(read_plan(folder), folder, report, resume=True)
+    if not (folder / "comparison.parquet").exists() or any(r.status != "kept" for r in results):
+        compare(folder)
+    return summarize(folder)
+
+
+def _rung(
+    title: str,
+    names: tuple[str, ...],
+    plan: Plan,
+    summary: dict[str, Any],
+    before: dict[str, Any],
+) -> dict[str, Any]:
+    """One row of the ladder for the first learner-sampler pair."""
+    newest = known_alignments()[names[-1]] if names else None
+    pair = summary["pairs"][0] if summary["pairs"] else None
+    return {
+        "rung": title,
+        "run": summary["run"],
+        "alignments": list(names),
+        "what": newest.title if newest else "both engines in their own settings",
+        "sides": [s.role for s in plan.engines if names and names[-1] in s.align],
+        "kernels": bool(newest and newest.kernels),
+        "learner_recipe": plan.learner.options.get("recipe", "te"),
+        "export_recipe": plan.export_recipe,
+        "verdict": summary["verdict"],
+        "error": [e["error"] for e in summary["engines"] if e["error"]],
+        "logprob": pair["logprob"] if pair else None,
+        "sites": pair["sites"] if pair else None,
+        "first_divergence": pair["first_divergence"] if pair else None,
+        "closed": {mode: _closed(summary, before, mode) for mode in ("score", "sample")},
+        "ops": [_ops(engine) for engine in summary["engines"]],
+        "price": [
+            _price(engine, old)
+            for engine, old in zip(summary["engines"], before["engines"], strict=True)
+        ],
+    }
+
+
+def _closed(summary: dict[str, Any], before: dict[str, Any], mode: str) -> float | None:
+    """Share of the first run's mean absolute gap that is gone."""
+    if not summary["pairs"] or not before["pairs"]:
+        return None
+    now = summary["pairs"][0]["logprob"].get(mode)
+    old = before["pairs"][0]["logprob"].get(mode)
+    if not now or not old or not old.get("mean_abs"):
+        return None
+    return 1.0 - float(now["mean_abs"]) / float(old["mean_abs"])
+
+
+def _ops(engine: dict[str, Any]) -> dict[str, Any]:
+    groups: dict[str, list[str]] = {}
+    for item in engine["evidence"]:
+        groups.setdefault(item["status"], []).append(item["op"])
+    return {"engine": engine["id"], **{k: list(dict.fromkeys(v)) for k, v in groups.items()}}
+
+
+def _price(engine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Forward time and peak memory against the unaligned self; both runs were hooked."""
+
+    def ratio(now: Any, old: Any) -> float | None:
+        return float(now) / float(old) if now and old else None
+
+    now_s, old_s = engine["seconds"].get("forward"), before["seconds"].get("forward")
+    return {
+        "engine": engine["id"],
+        "forward_seconds": now_s,
+        "time_ratio": ratio(now_s, old_s),
+        "peak_rss_ratio": ratio(engine["peak_rss_bytes"], before["peak_rss_bytes"]),
+    }
