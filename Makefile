@@ -6,11 +6,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := $(shell cat requirements/cpu.txt | cksum | tr -d ' ')
+# Published quantizers to compare bytes with, and Triton, each apart from the environment.
 ORACLE_LIST := tests/kernels/oracles.txt
-DEV_LOCK := $(shell cat requirements/dev.txt $(ORACLE_LIST) | cksum | tr -d ' ')
+TRITON_LIST := tests/kernels/triton.txt
+DEV_LOCK := $(shell cat requirements/dev.txt $(ORACLE_LIST) $(TRITON_LIST) | cksum | tr -d ' ')
 READY := $(VENV)/.ready-$(LOCK)
 DEV_READY := $(VENV)/.dev-ready-$(DEV_LOCK)
 ORACLES := .oracles
+TRITON := .triton
 RUN ?= runs/demo
 export OMP_NUM_THREADS ?= 2
 
@@ -21,7 +24,7 @@ demo: $(READY)
 	$(BIN)/minite-diag compare --learner te --sampler vllm --model demo --out $(RUN)
 
 test: $(DEV_READY) lint wheel
-	MINITE_ORACLES=$(abspath $(ORACLES)) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
@@ -41,11 +44,12 @@ $(READY): requirements/cpu.txt pyproject.toml
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
 	touch $@
 
-$(DEV_READY): $(READY) requirements/dev.txt $(ORACLE_LIST)
+$(DEV_READY): $(READY) requirements/dev.txt $(ORACLE_LIST) $(TRITON_LIST)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/dev.txt
-	rm -rf $(ORACLES)
+	rm -rf $(ORACLES) $(TRITON)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --target $(ORACLES) -r $(ORACLE_LIST)
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --target $(TRITON) -r $(TRITON_LIST)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ORACLES) build dist
+	rm -rf $(VENV) $(ORACLES) $(TRITON) build dist

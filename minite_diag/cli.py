@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from minite_diag import __version__
+from minite_diag.bench.cli import app as bench_app
 from minite_diag.errors import MiniteDiagError, UsageError
 
 EXIT_CODES = {"measured": 0, "pass": 0, "fail": 1, "inconclusive": 3, "error": 3}
@@ -28,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "MINITE_DIAG"},
 )
+
+app.add_typer(bench_app, name="bench")
 
 
 def _version(value: bool) -> None:

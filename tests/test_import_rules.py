@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_engine_libraries_are_imported_by_their_engine_only() -> None:
         for name in imports_of(file):
             allowed = owners.get(name.split(".")[0])
             assert allowed is None or inside.startswith(allowed), f"{inside} imports {name}"
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for package in ("minite_diag", "minite_kernels", "probes")
+        for file in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == found
 
 
 def test_no_rooms_without_a_noun() -> None:
