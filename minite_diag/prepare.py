@@ -184,7 +184,9 @@ def read_request(run: Path) -> CompareRequest:
     """What `write_request` kept; raises TraceError if the run has none."""
     try:
         record: dict[str, Any] = json.loads((run / REQUEST_FILE).read_text(encoding="utf-8"))
-        capture = {k: tuple(v) if isinstance(v, list) else v for k, v in record["capture"].items()}
+        capture: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in record["capture"].items()
+        }
         return CompareRequest(
             **{
                 **record,

@@ -14,7 +14,17 @@ from command import ROOT, minite
 from minite_diag.plan import read_plan
 from minite_diag.trace.store import Trace
 
-ALL = ["weights", "pow2-scale", "nvfp4-linear", "norm", "rope", "attention", "activation", "router", "experts"]
+ALL = [
+    "weights",
+    "pow2-scale",
+    "nvfp4-linear",
+    "norm",
+    "rope",
+    "attention",
+    "activation",
+    "router",
+    "experts",
+]
 
 
 @pytest.fixture(scope="module")
