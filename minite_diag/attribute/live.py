@@ -19,11 +19,12 @@ The object::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
-from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns
+from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns, Session
 from minite_diag.capture import runner
 from minite_diag.capture.live import ForwardBudget, LiveSession, SequenceSpec, sequences_of
 from minite_diag.errors import MiniteDiagError
@@ -34,6 +35,11 @@ LEG_SEQUENCES: Final = 2
 CAUSAL_SEQUENCES: Final = 2
 """Of each mode: causal shares need some fifty runs."""
 
+SAME_CONDITIONS: Final = ("observer", "repeat")
+"""Legs whose two runs differ in nothing that a user would change."""
+
+OpenSession = Callable[[Path, str, runner.Report], AbstractContextManager[Session]]
+
 
 def attribute_live(
     run: Path,
@@ -41,17 +47,24 @@ def attribute_live(
     *,
     budget: int | None = None,
     engines: Sequence[str] | None = None,
+    open_session: OpenSession = LiveSession,
 ) -> dict[str, Any]:
     """Run the engines of a captured and compared run again; returns the object above.
 
-    `budget` bounds the forwards (one sequence through one model); `engines` limits the samplers.
+    `budget` bounds the forwards (one sequence through one model); `engines` limits the samplers;
+    `open_session` starts an engine, by default in a process of its own.
     """
-    return _Attribution(run, read_plan(run), report, ForwardBudget(budget)).all(engines)
+    attribution = _Attribution(run, report, ForwardBudget(budget), open_session)
+    return attribution.all(engines)
 
 
 class _Attribution:
-    def __init__(self, run: Path, plan: Plan, report: runner.Report, budget: ForwardBudget) -> None:
-        self.run, self.plan, self.report, self.budget = run, plan, report, budget
+    def __init__(
+        self, run: Path, report: runner.Report, budget: ForwardBudget, open_session: OpenSession
+    ) -> None:
+        self.run, self.report, self.budget = run, report, budget
+        self.plan: Plan = read_plan(run)
+        self.open_session = open_session
         self.found: dict[str, Any] = {
             "schema": SCHEMA,
             "legs": [],
@@ -83,7 +96,7 @@ class _Attribution:
 
     def _engine(self, spec: EngineSpec) -> None:
         try:
-            with LiveSession(self.run, spec.id, self.report) as session:
+            with self.open_session(self.run, spec.id, self.report) as session:
                 runs = LiveRuns(session, self.budget)
                 self._legs(runs)
                 if spec.role == "sampler":
@@ -167,8 +180,17 @@ class _Attribution:
             local.delete()
 
     def _floor(self, *engines: str) -> float:
-        noise = self.found["noise"]
-        return max((noise[e]["mean_abs"] for e in engines if e in noise), default=0.0)
+        """Of the legs that differ in nothing but the run: the gap was measured alone, in prefill."""
+        return max(
+            (
+                row["mean_abs"]
+                for row in self.found["legs"]
+                if row["engine"] in engines
+                and row["leg"] in SAME_CONDITIONS
+                and row["status"] == "measured"
+            ),
+            default=0.0,
+        )
 
     def _stored_rows(self, target: str) -> list[dict[str, Any]]:
         from minite_diag.trace.schema import COMPARISON, read_table

@@ -6,8 +6,26 @@ Knows sessions and budgets; no metric. Invariant: a job that doesn't fit the bud
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from minite_diag.capture.live import ForwardBudget, Job, JobResult, LiveSession
+from minite_diag.capture.live import ForwardBudget, Job, JobResult
+from minite_diag.capture.runner import Report
+from minite_diag.plan import EngineSpec
+
+
+class Session(Protocol):
+    """What serves jobs: a LiveSession, or an engine in this process."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine."""
+
+    @property
+    def report(self) -> Report:
+        """Where progress goes."""
+
+    def run(self, job: Job) -> JobResult:
+        """Run one job."""
 
 
 class BudgetSpent(Exception):
@@ -18,7 +36,7 @@ class BudgetSpent(Exception):
 class LiveRuns:
     """Runs jobs of one engine for one step after the other."""
 
-    session: LiveSession
+    session: Session
     budget: ForwardBudget
 
     def run(self, step: str, job: Job) -> JobResult:

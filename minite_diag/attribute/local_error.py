@@ -47,7 +47,7 @@ class LocalRun:
         return [
             Site(row["site"], row["kind"])
             for row in self.rows
-            if row["bitwise_local"] < 1.0 and row["kind"] not in CODE_KINDS
+            if is_born(row) and row["kind"] not in CODE_KINDS
         ]
 
     def delete(self) -> None:
@@ -191,11 +191,16 @@ def _input_error(site: Site, total: BySite, has_qk_norm: bool) -> float | None:
     return float(np.sqrt(np.mean(np.square(errors)))) if errors else None
 
 
+def is_born(row: dict[str, Any]) -> bool:
+    """Whether the op computed other numbers; bits alone are compared on the coarser dtype's grid."""
+    return bool(row["bitwise_local"] < 1.0 or (row["error_local"] or 0.0) > 0.0)
+
+
 def born_here(rows: Rows) -> Rows:
-    """Ops that compute other bits from the baseline's inputs: by op, the worst site first."""
+    """Ops that compute other numbers from the baseline's inputs: by op, the worst site first."""
     groups: dict[str, Rows] = defaultdict(list)
     for row in rows:
-        if row["bitwise_local"] < 1.0:
+        if is_born(row):
             groups[row["op"]].append(row)
     found = []
     for op, members in groups.items():

@@ -194,7 +194,7 @@ class IntervenedRecorder(Recorder):
             item = self._intervention(site)
             if item is None:
                 continue
-            target = tensor.detach().clone() if result is None else result
+            target = _copy(tensor, site.kind) if result is None else result
             if self._fill(item, site, part, target, row_index):
                 result = target
                 if kind == "input":
@@ -328,6 +328,12 @@ class IntervenedRecorder(Recorder):
 
 
 _Routing = tuple[torch.Tensor, torch.Tensor]
+
+
+def _copy(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """A contiguous copy to fill; logits in FP32, because the other engine's may be."""
+    dtype = torch.float32 if kind == "logits" else tensor.dtype
+    return tensor.detach().to(dtype, copy=True).contiguous()
 
 
 def corrected(own: torch.Tensor, baseline: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

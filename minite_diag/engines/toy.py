@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -43,14 +43,55 @@ class ToyNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
         self.cast_first = True
+        self.eps = 1e-5
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
         wide = x_TH.float()
-        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.cast_first:
             return normal.to(x_TH.dtype) * self.weight.to(x_TH.dtype)
         return (normal * self.weight.float()).to(x_TH.dtype)
+
+
+class ToyRope(nn.Module):
+    """Rotary positions of one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table_dtype = torch.float32
+        self.first_position = 0
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        x_THD = x_TH.unflatten(-1, (HEADS, -1))
+        half = x_THD.shape[-1] // 2
+        positions = torch.arange(len(x_THD)) + self.first_position
+        angle = positions[:, None] * 1e4 ** -(torch.arange(half) / half)
+        cos, sin = (f(angle).to(self.table_dtype).float()[:, None] for f in (torch.cos, torch.sin))
+        a, b = x_THD.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TH.dtype).flatten(1)
+
+
+class ToyMixer(nn.Module):
+    """Causal softmax attention over heads, one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = (HIDDEN // HEADS) ** -0.5
+        self.diagonal = 0
+        self.head_order = list(range(HEADS))
+        self.zero_rows_from: int | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Three [T, H] -> [T, H]."""
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(0, 1) for t in (q, k, v))
+        mask = torch.ones(len(q[0]), len(q[0]), dtype=torch.bool).tril(self.diagonal)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        mixed = mixed.transpose(0, 1)[:, self.head_order].flatten(1)
+        if self.zero_rows_from is not None:
+            mixed = mixed * (torch.arange(len(mixed)) < self.zero_rows_from)[:, None]
+        return mixed
 
 
 class ToyAttention(nn.Module):
@@ -60,23 +101,26 @@ class ToyAttention(nn.Module):
         super().__init__()
         self.q_proj, self.k_proj = _linear(HIDDEN), _linear(HIDDEN)
         self.v_proj, self.o_proj = _linear(HIDDEN), _linear(HIDDEN)
-        self.table_dtype = torch.float32
+        self.q_rope, self.k_rope, self.attn = ToyRope(), ToyRope(), ToyMixer()
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        q, k, v = (
-            p(x_TH).unflatten(-1, (HEADS, -1)) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (self._rope(t).transpose(0, 1) for t in (q, k))
-        mixed = functional.scaled_dot_product_attention(q, k, v.transpose(0, 1), is_causal=True)
-        return self.o_proj(mixed.transpose(0, 1).flatten(1))
+        q, k = self.q_rope(self.q_proj(x_TH)), self.k_rope(self.k_proj(x_TH))
+        return self.o_proj(self.attn(q, k, self.v_proj(x_TH)))
 
-    def _rope(self, x_THD: torch.Tensor) -> torch.Tensor:
-        half = x_THD.shape[-1] // 2
-        angle = torch.arange(len(x_THD))[:, None] * 1e4 ** -(torch.arange(half) / half)
-        cos, sin = (f(angle).to(self.table_dtype).float()[:, None] for f in (torch.cos, torch.sin))
-        a, b = x_THD.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_THD.dtype)
+
+class ToyActivation(nn.Module):
+    """SwiGLU's product; `rounds_twice` rounds SiLU to the model's dtype before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds_twice = False
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Two [T, I] -> [T, I]."""
+        if self.rounds_twice:
+            return functional.silu(gate) * up
+        return (functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
 class ToyMlp(nn.Module):
@@ -85,11 +129,12 @@ class ToyMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = _linear(2 * HIDDEN), _linear(2 * HIDDEN)
+        self.act_fn = ToyActivation()
         self.down_proj = _linear(HIDDEN, 2 * HIDDEN)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        return self.down_proj(functional.silu(self.gate_proj(x_TH)) * self.up_proj(x_TH))
+        return self.down_proj(self.act_fn(self.gate_proj(x_TH), self.up_proj(x_TH)))
 
 
 class ToyLayer(nn.Module):
@@ -106,12 +151,34 @@ class ToyLayer(nn.Module):
         return x_TH + self.mlp(self.post_attention_layernorm(x_TH))
 
 
+class ToyEmbedding(nn.Embedding):
+    """Token embedding times `gain`."""
+
+    gain = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, H]."""
+        return super().forward(input) * self.gain
+
+
+class ToyHead(nn.Linear):
+    """lm_head; `wide` computes FP32 logits."""
+
+    wide = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, V]."""
+        if self.wide:
+            return functional.linear(input.float(), self.weight.float())
+        return super().forward(input)
+
+
 class ToyModel(nn.Module):
     """Embedding, layers, norm: named as Hugging Face names them."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, HIDDEN)
+        self.embed_tokens = ToyEmbedding(vocab_size, HIDDEN)
         self.layers = nn.ModuleList(ToyLayer() for _ in range(LAYERS))
         self.norm = ToyNorm()
 
@@ -122,7 +189,7 @@ class ToyCausalLM(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.model = ToyModel(vocab_size)
-        self.lm_head = nn.Linear(HIDDEN, vocab_size, bias=False)
+        self.lm_head = ToyHead(HIDDEN, vocab_size, bias=False)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, V]."""
@@ -136,40 +203,54 @@ def _linear(out_features: int, in_features: int = HIDDEN) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=True)
 
 
-def _gain(model: ToyCausalLM) -> None:
-    model.model.layers[1].mlp.up_proj.weight.data *= 1.25  # type: ignore[union-attr, operator]
+def _scaled(path: str, factor: float) -> Callable[[Any], None]:
+    def plant(model: Any) -> None:
+        model.get_parameter(path).data.mul_(factor)
+
+    return plant
 
 
-def _swap(model: ToyCausalLM) -> None:
+def _set(path: str, attribute: str, value: Any) -> Callable[[Any], None]:
+    def plant(model: Any) -> None:
+        setattr(model.get_submodule(path), attribute, value)
+
+    return plant
+
+
+def _swap(model: Any) -> None:
     mlp = model.model.layers[0].mlp
-    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj  # type: ignore[union-attr]
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
 
 
-def _norm_order(model: ToyCausalLM) -> None:
-    model.model.layers[1].input_layernorm.cast_first = False  # type: ignore[union-attr]
-
-
-def _rope_table(model: ToyCausalLM) -> None:
-    model.model.layers[0].self_attn.table_dtype = torch.bfloat16  # type: ignore[union-attr]
-
-
-def _drop_bias(model: ToyCausalLM) -> None:
-    model.model.layers[0].self_attn.o_proj.bias.data.zero_()  # type: ignore[union-attr, operator]
-
-
-def _stale_weight(model: ToyCausalLM) -> None:
-    model.model.layers[1].mlp.down_proj.weight.data.mul_(0.98)  # type: ignore[union-attr, operator]
-
-
-FAULTS: Final[dict[str, Callable[[ToyCausalLM], None]]] = {
-    "up_proj_gain": _gain,
+FAULTS: Final[dict[str, Callable[[Any], None]]] = {
+    "up_proj_gain": _scaled("model.layers.1.mlp.up_proj.weight", 1.25),
     "gate_up_swapped": _swap,
-    "norm_cast_order": _norm_order,
-    "rope_table_bf16": _rope_table,
-    "bias_dropped": _drop_bias,
-    "stale_weight": _stale_weight,
+    "norm_cast_order": _set("model.layers.1.input_layernorm", "cast_first", False),
+    "norm_eps": _set("model.layers.0.post_attention_layernorm", "eps", 1e-3),
+    "final_norm_cast_order": _set("model.norm", "cast_first", False),
+    "rope_table_bf16": _set("model.layers.0.self_attn.q_rope", "table_dtype", torch.bfloat16),
+    "rope_shifted": _set("model.layers.1.self_attn.k_rope", "first_position", 1),
+    "attention_scale": _set("model.layers.1.self_attn.attn", "scale", 0.3),
+    "causal_mask_off_by_one": _set("model.layers.0.self_attn.attn", "diagonal", 1),
+    "heads_permuted": _set("model.layers.1.self_attn.attn", "head_order", [1, 0, 2, 3]),
+    "rows_zeroed": _set("model.layers.0.self_attn.attn", "zero_rows_from", 24),
+    "activation_rounds_twice": _set("model.layers.0.mlp.act_fn", "rounds_twice", True),
+    "lm_head_bf16": _set("lm_head", "wide", False),
+    "embedding_scaled": _set("model.embed_tokens", "gain", 1.02),
+    "bias_dropped": _scaled("model.layers.0.self_attn.o_proj.bias", 0.0),
+    "stale_weight": _scaled("model.layers.1.mlp.down_proj.weight", 0.98),
 }
-"""Planted faults: each changes one thing that real engines get wrong."""
+"""Planted faults of one op or weight: each changes one thing that real engines get wrong."""
+
+RUN_FAULTS: Final = (
+    "temperature",
+    "not_repeatable",
+    "sees_hooks",
+    "depends_on_batch",
+    "depends_on_chunks",
+    "decode_differs",
+)
+"""Planted faults of how a run is done: each breaks one leg, or the log-probabilities' meaning."""
 
 
 class ToyEngine(Engine):
@@ -180,13 +261,16 @@ class ToyEngine(Engine):
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Build the model from its seed and plant `fault`, if any."""
         fault = spec.options.get("fault")
-        if fault is not None and fault not in FAULTS:
-            raise UsageError(f"toy has no fault {fault!r}", f"one of: {', '.join(FAULTS)}")
+        known = (*FAULTS, *RUN_FAULTS)
+        if fault is not None and fault not in known:
+            raise UsageError(f"toy has no fault {fault!r}", f"one of: {', '.join(known)}")
+        self.fault = fault
+        self.passes = 0
         self.dtype = getattr(torch, plan.dtype)
         self.top_k = plan.capture.top_k
         torch.manual_seed(WEIGHT_SEED)
         self.model = ToyCausalLM(plan.model.vocab_size).to(self.dtype).eval()
-        if fault is not None:
+        if fault in FAULTS:
             FAULTS[fault](self.model)
         self.recorder: Recorder | None = None
         return EngineInfo(
@@ -200,7 +284,7 @@ class ToyEngine(Engine):
         )
 
     def observe(self, recorder: Recorder) -> None:
-        """Hook every module that has a name of its own."""
+        """Hook every op that has a name of its own."""
         self.recorder = recorder
         for name, module in self.model.named_modules():
             if isinstance(module, (nn.Linear, ToyNorm, nn.Embedding)):
@@ -212,10 +296,25 @@ class ToyEngine(Engine):
                     input_kind=None if isinstance(module, nn.Embedding) else "input",
                     output_kind="logits" if name == "lm_head" else "output",
                 )
+            elif isinstance(module, (ToyRope, ToyMixer, ToyActivation)):
+                attach(module, name, recorder, input_kind=None)
 
     def score(self, sequence: TokenSequence) -> ScoredTokens:
         """One forward pass."""
         return self._score(sequence, ("prefill",) * len(sequence.token_ids))
+
+    def score_batch(self, sequences: Sequence[TokenSequence]) -> list[ScoredTokens]:
+        """One forward pass per sequence: a batch has no influence, unless planted."""
+        with self._planted("depends_on_batch", len(sequences) > 1):
+            return [self.score(sequence) for sequence in sequences]
+
+    def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
+        """The whole sequence is computed again for each chunk, whose rows are kept."""
+        ids = list(sequence.token_ids)
+        starts = range(0, len(ids), chunk_tokens)
+        with self._planted("depends_on_chunks", len(starts) > 1), self._unobserved():
+            parts = [self._logprobs(ids)[start : start + chunk_tokens] for start in starts]
+        return self._gather(sequence, torch.cat(parts), ("prefill",) * len(ids))
 
     def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
         """Decode by repeating the whole forward pass."""
@@ -228,7 +327,19 @@ class ToyEngine(Engine):
         prompt = sequence.prompt_length
         whole = TokenSequence("sample", sequence.source, sequence.probe, tuple(ids), prompt)
         phases = ("prefill",) * (prompt + 1) + ("decode",) * (num_tokens - 1)
-        return self._score(whole, phases)
+        with self._planted("decode_differs", True):
+            return self._score(whole, phases)
+
+    @contextlib.contextmanager
+    def _planted(self, fault: str, condition: bool) -> Iterator[None]:
+        """The final norm in another order while a fault of the run applies."""
+        norm = self.model.model.norm
+        before = norm.cast_first
+        norm.cast_first = before and not (condition and self.fault == fault)
+        try:
+            yield
+        finally:
+            norm.cast_first = before
 
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -243,8 +354,14 @@ class ToyEngine(Engine):
                 self.recorder.active = before
 
     def _logprobs(self, ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.model(torch.tensor(ids)).float().log_softmax(-1)
+        self.passes += 1
+        with (
+            torch.inference_mode(),
+            self._planted("not_repeatable", self.passes % 3 == 0),
+            self._planted("sees_hooks", self.recorder is not None),
+        ):
+            logits_TV = self.model(torch.tensor(ids)).float()
+            return (logits_TV / (1.5 if self.fault == "temperature" else 1.0)).log_softmax(-1)
 
     def _score(self, sequence: TokenSequence, phases: tuple[str, ...]) -> ScoredTokens:
         if self.recorder is not None:
@@ -252,7 +369,12 @@ class ToyEngine(Engine):
             self.recorder.begin_call(
                 [Row(*key, i, "prefill") for i in range(len(sequence.token_ids))]
             )
-        all_TV = self._logprobs(list(sequence.token_ids))[:-1]
+        return self._gather(sequence, self._logprobs(list(sequence.token_ids)), phases)
+
+    def _gather(
+        self, sequence: TokenSequence, logprobs_TV: torch.Tensor, phases: tuple[str, ...]
+    ) -> ScoredTokens:
+        all_TV = logprobs_TV[:-1]
         chosen = all_TV.gather(1, torch.tensor(sequence.token_ids[1:])[:, None])[:, 0]
         top = all_TV.topk(min(self.top_k, all_TV.shape[1])) if self.top_k else None
         return ScoredTokens(

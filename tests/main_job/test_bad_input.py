@@ -264,17 +264,17 @@ def planted(fault: str, tmp_path: Path) -> dict[str, Any]:
         ("up_proj_gain", "model.layers.1.mlp.up_proj", False),
         ("stale_weight", "model.layers.1.mlp.down_proj", False),
         ("norm_cast_order", "model.layers.1.input_layernorm", True),
-        ("rope_table_bf16", "model.layers.0.self_attn.o_proj", True),
+        ("rope_table_bf16", "model.layers.0.self_attn.q_rope", None),
         ("bias_dropped", "model.layers.0.self_attn.o_proj", True),
     ],
 )
 def test_the_first_split_is_where_the_fault_was_planted(
-    tmp_path: Path, fault: str, site: str, weights_equal: bool
+    tmp_path: Path, fault: str, site: str, weights_equal: bool | None
 ) -> None:
     pair = planted(fault, tmp_path)
     first = pair["first_divergence"]
     assert first["site"] == site
     assert first["weights_equal"] is weights_equal
-    # RoPE has no site of its own in the toy: what it split is o_proj's input.
-    assert first["input_equal"] is (fault != "rope_table_bf16")
+    # RoPE has no input site and no weights of its own.
+    assert first["input_equal"] is (None if fault == "rope_table_bf16" else True)
     assert pair["logprob"]["score"]["max_abs"] > 0.0

@@ -251,7 +251,7 @@ class Observer:
             new = pass_on(self.recorder, "lm_head", "logits", given, rows[predicts])
             if new is given:
                 return None
-            changed = out.clone()
+            changed = out.to(new.dtype, copy=True)
             changed[predicts] = new
             return changed
 
@@ -324,7 +324,10 @@ class Observer:
         )
 
     def _saw_codes(
-        self, codes: torch.Tensor, block_scale: torch.Tensor, token_scale: torch.Tensor | None = None
+        self,
+        codes: torch.Tensor,
+        block_scale: torch.Tensor,
+        token_scale: torch.Tensor | None = None,
     ) -> None:
         self._quantized = [("act_codes", codes), ("act_block_scale", block_scale)]
         if token_scale is not None:
