@@ -6,6 +6,7 @@ two transformed operands is, in exact arithmetic, the product of the operands.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
@@ -17,8 +18,9 @@ from minite_kernels.nvfp4.format import BLOCK_SIZE
 SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
+@functools.cache
 def hadamard_matrix(device: torch.device | None = None) -> Tensor:
-    """diag(signs) @ H16 / 4, Sylvester order: FP64 [16, 16], entries +-0.25."""
+    """Return diag(signs) @ H16 / 4, Sylvester order: FP64 [16, 16], entries +-0.25."""
     h = torch.ones(1, 1, dtype=torch.float64, device=device)
     for _ in range(4):
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))

@@ -229,10 +229,11 @@ def _packed_kernel(
     for _ in range(K // BK):
         q = tl.load(wp)
         s = tl.load(sp)
-        a0 = tl.load(ap)
-        a1 = tl.load(ap + Q)
-        a2 = tl.load(ap + 2 * Q)
-        a3 = tl.load(ap + 3 * Q)
+        # Masked: rows that are not there would all read one row, and its L2 slice is the bottleneck.
+        a0 = tl.load(ap, mask=inside[:, None], other=0.0)
+        a1 = tl.load(ap + Q, mask=inside[:, None], other=0.0)
+        a2 = tl.load(ap + 2 * Q, mask=inside[:, None], other=0.0)
+        a3 = tl.load(ap + 3 * Q, mask=inside[:, None], other=0.0)
         w0, w1, w2, w3 = _codes_to_half(
             q,
             _scale_to_half(s, 0, BN, C),

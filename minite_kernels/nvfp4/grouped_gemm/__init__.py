@@ -64,7 +64,9 @@ def route(topk_ids_TS: Tensor, num_experts: int, *, align: int = 1) -> Routing:
     flat = topk_ids_TS.reshape(-1).to(torch.int64)
     _check_ids(flat, num_experts)
     sorted_slots = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
+    # Not bincount: it waits for the device to learn its own size.
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + align - 1) // align * align
     offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     if align == 1:
@@ -208,11 +210,7 @@ def experts_linear(
     if module.__name__.endswith("_ref"):
         q = quantize(x_MK, recipe, impl="ref")
         return grouped_gemm(q, b, offsets, rows=rows, out_dtype=dtype, impl="ref")
-    if rows is not None and not module.reads_packed(rows.shape[0], b):
-        values, a = decoded_values(x_MK, recipe, rows=rows)
-        rows = None
-    else:
-        values, a = decoded_values(x_MK, recipe)
+    values, a = decoded_values(x_MK, recipe)
     out: Tensor = module.multiply(values, a, b, offsets, dtype, rows)
     return out
 

@@ -265,7 +265,7 @@ def _launch_decoded(
 ) -> None:
     config = configs.grouped_decoded_config(out.element_size() > 2)
     if rows is not None:
-        values = values[rows]
+        values = gather(values, rows, 1)
         if arguments["A_PER_ROW"]:
             arguments = arguments | {"a_statistic_ptr": arguments["a_statistic_ptr"][rows]}
     listed = tiles(offsets, out.shape[0], config.rows)

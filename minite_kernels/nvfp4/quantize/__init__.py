@@ -79,12 +79,11 @@ def decoded_values(
     role: Role = "activation",
     amax: Tensor | None = None,
     global_encode_scale: Tensor | None = None,
-    rows: Tensor | None = None,
 ) -> tuple[Tensor, Nvfp4Tensor]:
     """Quantize x with the Triton kernels into exact FP16 values q*s [M, K], without packing.
 
     The second result carries the global scales; its codes are empty. For GEMMs that would decode
-    the codes at once. With ``rows`` (int64, per-token recipes) the values are of those rows of x.
+    the codes at once.
     """
     recipe = get_recipe(recipe)
     operand = recipe.operand(role)
@@ -94,16 +93,14 @@ def decoded_values(
     scale = _given_scale(x_MK, recipe, role, amax, global_encode_scale, None)
     fits = x_MK.shape[1] <= _triton.configs.TOKEN_MAX_COLUMNS
     if scale is None and operand.amax_scope == "token" and fits:
-        values, scale = _triton.quantize_token_values(operand, x_MK, rows=rows)
+        values, scale = _triton.quantize_token_values(operand, x_MK)
     else:
-        assert rows is None, "rows are gathered for per-token scales only"
-
         if scale is None:
             token = operand.amax_scope == "token"
             scale = (_ref.scale_of if token else _triton.tensor_scale)(operand, x_MK)
         values = _triton.quantize_values(operand, x_MK, scale)
     empty = x_MK.new_empty(0, dtype=torch.uint8)
-    shape = (values.shape[0], x_MK.shape[1])
+    shape = (x_MK.shape[0], x_MK.shape[1])
     meta = Nvfp4Tensor(empty, empty, scale.amax, scale.encode, scale.decode, shape, recipe, role)
     return values, meta
 

@@ -212,11 +212,9 @@ def _quantize_token_kernel(
     encode_ptr,
     decode_ptr,
     seed_ptr,
-    row_ptr,
     M,
     K,
     stride_m,
-    GATHER: tl.constexpr,
     VALUES: tl.constexpr,
     BM: tl.constexpr,
     KP: tl.constexpr,
@@ -232,8 +230,7 @@ def _quantize_token_kernel(
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.arange(0, KP)
     row_mask = rows < M
-    source = tl.load(row_ptr + rows, mask=row_mask, other=0) if GATHER else rows
-    offset = source[:, None].to(tl.int64) * stride_m + k[None, :]
+    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :]
     x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
     blocks = tl.reshape(x, (BM, KP // 16, 16))
     b = _max_magnitude(blocks, 2, NAN_SPREADS)
@@ -341,13 +338,10 @@ def quantize_token_values(
     operand: OperandRecipe,
     x_MK: Tensor,
     generator: torch.Generator | None = None,
-    rows: Tensor | None = None,
 ) -> tuple[Tensor, GlobalScale]:
-    """Decoded q*s in FP16 [M, K] and the per-token global scales, of x or of its rows ``rows``."""
-    m = x_MK.shape[0] if rows is None else rows.shape[0]
-    values = torch.empty(m, x_MK.shape[1], dtype=torch.float16, device=x_MK.device)
-    scale = _launch_tokens(operand, x_MK, values, values, generator, values=True, rows=rows)
-    return values, scale
+    """Decoded q*s in FP16 [M, K] and the per-token global scales."""
+    values, unused = _outputs(x_MK, values=True)
+    return values, _launch_tokens(operand, x_MK, values, unused, generator, values=True)
 
 
 def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
@@ -430,9 +424,8 @@ def _launch_tokens(
     generator: torch.Generator | None,
     *,
     values: bool,
-    rows: Tensor | None = None,
 ) -> GlobalScale:
-    m, k = q.shape[0], x_MK.shape[1]
+    m, k = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     scales = torch.empty(3, m, dtype=torch.float32, device=x_MK.device)
     padded = max(16, triton.next_power_of_2(k))
@@ -446,11 +439,9 @@ def _launch_tokens(
             scales[1],
             scales[2],
             _seed(operand, x_MK, generator),
-            x_MK if rows is None else rows,
             m,
             k,
             x_MK.stride(0),
-            GATHER=rows is not None,
             VALUES=values,
             BM=tile,
             KP=padded,
