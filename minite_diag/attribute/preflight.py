@@ -27,6 +27,8 @@ MIN_TOKENS: Final = 8
 MIN_CLOSED: Final = 0.7
 """Share of the mean absolute gap that a fitted cause has to close."""
 MIN_GAP: Final = 1e-3
+MIN_POSITIVE: Final = 0.02
+"""Share of log-probabilities above 0 that no rounding explains."""
 TEMPERATURES: Final = np.exp(np.linspace(np.log(0.25), np.log(4.0), 121))
 TOP_KS: Final = (2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 TOP_PS: Final = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
@@ -56,8 +58,8 @@ def preflight(logprobs: pd.DataFrame, learner: Side, sampler_id: str) -> list[Hi
         return []
     x = rows["baseline_logprob"].to_numpy(np.float64)
     y = rows["target_logprob"].to_numpy(np.float64)
-    if (y > 1e-6).any():
-        share = float((y > 1e-6).mean())
+    share = float((y > 1e-6).mean())
+    if share > MIN_POSITIVE:
         text = f"{share:.0%} of the sampler's log-probabilities are above 0: they are logits"
         return [Hit("MD405", share, 1.0, len(y), text)]
     gap = _gap(x, y)

@@ -27,7 +27,8 @@ from minite_kernels.nvfp4.recipe import RECIPES, GemmRecipe, OperandRecipe, Reci
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 MAX_SITES: Final = 12
-MAX_ROWS: Final = 256
+NEAREST: Final = 4
+"""Recipes of which one field is varied when none reproduces everything."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,12 @@ def search_samples(engine: str, role: Role, samples: list[Sample]) -> Found:
     """Rank every named arithmetic by how much of the samples it reproduces."""
     candidates = operands(role)
     matches = [_match(name, recipe, role, samples) for name, recipe in candidates.items()]
-    best = max(matches, key=lambda m: m.rank)
-    if best.share < 1.0:
-        variants = one_field_variants(candidates[best.name], role)
-        matches += [_match(name, recipe, role, samples) for name, recipe in variants.items()]
-        candidates |= variants
+    nearest = sorted(matches, key=lambda m: m.rank, reverse=True)[:NEAREST]
+    if nearest[0].share < 1.0:
+        for match in nearest:
+            variants = one_field_variants(candidates[match.name], role)
+            matches += [_match(name, recipe, role, samples) for name, recipe in variants.items()]
+            candidates |= variants
     ranked = sorted(matches, key=lambda m: m.rank, reverse=True)
     return Found(engine, role, tuple(ranked), tuple(samples), candidates)
 
