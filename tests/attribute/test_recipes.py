@@ -66,7 +66,7 @@ def test_each_activation_arithmetic_is_found_again(name: str) -> None:
 
 
 def test_an_unknown_arithmetic_is_one_field_from_a_known_one() -> None:
-    odd = replace(RECIPES["te"].activation, block_scale="(b/6)*S", element_scale="x * (S/s)")
+    odd = replace(RECIPES["te"].activation, block_scale="b/(6*g)")
     made = samples(replace(RECIPES["te"], name="odd", activation=odd), "activation")
     found = search_samples("engine", "activation", made)
     assert found.best.share == 1.0
