@@ -28,7 +28,7 @@ __all__ = ["Side", "compare", "compare_logprobs", "compare_sites", "invisible_re
 COMPARISON_FILE: Final = "comparison.parquet"
 LOGPROBS_FILE: Final = "logprobs.parquet"
 
-RELEASE_BYTES: Final = 64 << 20
+RELEASE_BYTES: Final = 16 << 20
 """Bytes read from a trace before its pages are let go."""
 
 

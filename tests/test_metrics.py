@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minite_diag import metrics
+from minite_diag.canonical.scales import unpack
 from minite_diag.logprobs import logprob_summary
 
 
@@ -66,6 +67,51 @@ def test_ulps_count_steps_of_the_grid() -> None:
     assert row["ulp_p50"] == 0.0
 
 
+def distances(x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
+    bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    a, b = metrics.ordered(x.view(bits)), metrics.ordered(y.view(bits))
+    return np.sort((a - b).abs().numpy().ravel())
+
+
+@pytest.mark.parametrize("chunk", [1 << 15, 16])
+@pytest.mark.parametrize("spread", [1e-6, 1e-2, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ulp_percentiles_are_those_of_the_sorted_distances(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, spread: float, chunk: int
+) -> None:
+    """One chunk selects, several ones count: 16 bits at once, 32 bits in halves."""
+    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", chunk)
+    x = torch.randn(11, 37)
+    y = (x + spread * torch.randn(11, 37) * (torch.rand(11, 37) < 0.7)).to(dtype)
+    y[0, 0] += 1
+    x = x.to(dtype)
+    row, found = metrics.compare_values(x, y), distances(x, y)
+    n = len(found)
+    assert row["ulp_p50"] == found[math.ceil(0.5 * n) - 1]
+    assert row["ulp_p99"] == found[math.ceil(0.99 * n) - 1]
+    assert row["ulp_max"] == found[-1]
+    different = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(11, 37, -1).any(-1)
+    assert row["bitwise_fraction"] == 1 - int(different.sum()) / n
+    assert row["first_row"] == 0
+
+
+def test_a_late_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", 16)
+    for shape in ((40, 7), (1,), ()):
+        x = torch.randn(shape)
+        y = x.clone()
+        y.view(-1)[-1] += 1
+        row = metrics.compare_values(x, y)
+        assert row["first_row"] == max(0, (shape[0] if shape else 1) - 1)
+        assert row["bitwise_fraction"] == 1 - 1 / x.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_empty_tensors_are_equal(dtype: torch.dtype) -> None:
+    row = metrics.compare_values(torch.empty(0, 4, dtype=dtype), torch.empty(0, 4))
+    assert (row["elements"], row["bitwise_fraction"], row["first_row"]) == (0, 1.0, None)
+
+
 @given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
 @settings(max_examples=300, deadline=None)
 def test_ordered_bits_follow_the_floats(i: int, j: int) -> None:
@@ -102,6 +148,19 @@ def test_codes_and_masks() -> None:
     assert metrics.compare_codes(x, y, counted)["mismatch_rate"] == pytest.approx(1 / 3)
 
 
+@given(st.integers(0, 2**32 - 1), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_packed_codes_are_compared_as_unpacked_ones(seed: int, masked: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (5, 24), dtype=torch.uint8, generator=g)
+    y = torch.where(torch.rand(5, 24, generator=g) < 0.2, x + 17, x)
+    zero = torch.rand(5, 3, generator=g) < 0.3 if masked else None
+    counted = None if zero is None else ~zero.repeat_interleave(16, -1)
+    assert metrics.compare_packed_codes(x, y, zero) == metrics.compare_codes(
+        unpack(x), unpack(y), counted
+    )
+
+
 def test_expert_sets_ignore_order() -> None:
     x = torch.tensor([[0, 1], [2, 3], [4, 5]])
     y = torch.tensor([[1, 0], [2, 3], [4, 6]])
@@ -116,6 +175,8 @@ def test_full_kl() -> None:
     p, q = x.double().softmax(-1), y.double().softmax(-1)
     assert metrics.full_kl(x, y) == pytest.approx((p * (p / q).log()).sum(-1).tolist())
     assert metrics.full_kl(x, x.clone()) == [0.0, 0.0, 0.0]
+    # A common offset of logits changes no distribution, whatever its size.
+    assert metrics.full_kl(x.double(), y.double() + 1e4) == pytest.approx(metrics.full_kl(x, y))
 
 
 def test_logprob_estimators() -> None:
