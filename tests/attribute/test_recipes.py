@@ -66,12 +66,12 @@ def test_each_activation_arithmetic_is_found_again(name: str) -> None:
 
 
 def test_an_unknown_arithmetic_is_one_field_from_a_known_one() -> None:
-    odd = replace(RECIPES["te"].activation, block_scale="b/(6*g)")
+    odd = replace(RECIPES["te"].activation, element_scale="x * (S/s)")
     made = samples(replace(RECIPES["te"], name="odd", activation=odd), "activation")
     found = search_samples("engine", "activation", made)
     assert found.best.share == 1.0
     names = {found.best.name, *found.ties}
-    assert any(" with " in name for name in names)
+    assert "te with element_scale='x * (S/s)'" in names
 
 
 def test_foreign_bytes_are_no_match() -> None:
