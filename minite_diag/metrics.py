@@ -81,7 +81,7 @@ def compare_values(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
             return {"elements": x.numel()} | _equal(x)
         found = _Pass(x, y).run()
     elements = x.numel()
-    row_size = elements // x.shape[0] if x.dim() else 1
+    row_size = max(1, elements // max(1, x.shape[0])) if x.dim() else 1
     return {
         "elements": elements,
         "bitwise_fraction": (elements - found.different) / elements if elements else 1.0,

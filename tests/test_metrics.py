@@ -91,7 +91,7 @@ def test_ulp_percentiles_are_those_of_the_sorted_distances(
     assert row["ulp_p99"] == found[math.ceil(0.99 * n) - 1]
     assert row["ulp_max"] == found[-1]
     different = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(11, 37, -1).any(-1)
-    assert row["bitwise_fraction"] == 1 - int(different.sum()) / n
+    assert row["bitwise_fraction"] == pytest.approx(1 - int(different.sum()) / n)
     assert row["first_row"] == 0
 
 
@@ -103,7 +103,7 @@ def test_a_late_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         y.view(-1)[-1] += 1
         row = metrics.compare_values(x, y)
         assert row["first_row"] == max(0, (shape[0] if shape else 1) - 1)
-        assert row["bitwise_fraction"] == 1 - 1 / x.numel()
+        assert row["bitwise_fraction"] == pytest.approx(1 - 1 / x.numel())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
