@@ -77,8 +77,19 @@ def summarize(run: Path) -> dict[str, Any]:
             "logprobs": str(run / "logprobs.parquet"),
             "report": str(run / "report.html"),
         },
-        "next": f"minite-diag compare --resume {run}" if failed else f"minite-diag gate {run}",
+        "next": _next(run, failed, pairs),
     }
+
+
+def _next(run: Path, failed: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
+    """The command that a person would run now."""
+    if failed:
+        return f"minite-diag compare --resume {run}"
+    if any(not pair["comparable"] for pair in pairs):
+        return f"minite-diag explain {pairs[0]['causes'][0]['code']}"
+    if any(pair["first_divergence"] is not None for pair in pairs):
+        return f"minite-diag align {run}"
+    return f"minite-diag gate {run} --profile bitwise"
 
 
 def _verdict(failed: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
