@@ -35,7 +35,7 @@ from minite_kernels.nvfp4.quantize._arithmetic import (
 from minite_kernels.nvfp4.recipe import FourOverSix, OperandRecipe
 
 #: Elements a chunk: its FP32 intermediates stay in a core's L2 cache.
-_CHUNK_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, eq=False, slots=True)
