@@ -86,6 +86,8 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
         _line(console, "", f"{hidden} more causes in the report")
     if pair["causes"]:
         _line(console, "", f"minite-diag explain {pair['causes'][0]['code']}")
+    for name, text in words.live_lines(pair["live"]) if pair["live"] else []:
+        _line(console, name, text)
     if pair["worst"]:
         _print_worst(pair["worst"], console)
 

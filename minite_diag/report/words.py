@@ -86,6 +86,75 @@ def evidence(engine: dict[str, Any]) -> str:
     return "; ".join(parts) or "-"
 
 
+def live_lines(live: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, sentence) of the live attribution of one pair."""
+    lines = [("noise floor", noise(live["legs"]))]
+    born = local_by_op(live["local"])
+    split = [o for o in born if o["bitwise"] < 1.0]
+    if split:
+        text = ", ".join(
+            f"{o['op']} {number(o['error'])} ({o['split']} of {o['sites']} sites)" for o in split
+        )
+        lines.append(("born in", f"{text}; local error on the learner's own inputs"))
+    equal = [o["op"] for o in born if o["bitwise"] == 1.0]
+    if equal:
+        lines.append(("not in", f"{', '.join(equal)}: bitwise equal on equal inputs"))
+    lines += [("causal", causal_text(causal)) for causal in live["causal"]]
+    lines += [("routing", routing["text"]) for routing in live["routing"]]
+    return lines
+
+
+def noise(legs: list[dict[str, Any]]) -> str:
+    """Each engine against itself: the worst leg, or exactly zero."""
+    worst: dict[str, dict[str, Any]] = {}
+    for leg in legs:
+        if leg["status"] == "measured":
+            old = worst.get(leg["engine"])
+            if old is None or leg["mean_abs"] > old["mean_abs"]:
+                worst[leg["engine"]] = leg
+    texts = []
+    for engine, leg in worst.items():
+        count = sum(1 for one in legs if one["engine"] == engine and one["status"] == "measured")
+        if leg["mean_abs"] == 0.0:
+            texts.append(f"{engine} 0 in all {count} legs")
+        else:
+            texts.append(f"{engine} {number(leg['mean_abs'])} ({leg['leg']}, {leg['code']})")
+    return "; ".join(texts) or "not measured"
+
+
+def local_by_op(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Local errors of a pair by op class: sites, how many split, the largest error, worst site."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["op"], []).append(row)
+    result = []
+    for op, found in groups.items():
+        worst = max(found, key=lambda row: row["error_local"])
+        result.append(
+            {
+                "op": op,
+                "sites": len(found),
+                "split": sum(row["bitwise_local"] < 1.0 for row in found),
+                "error": worst["error_local"],
+                "site": f"{worst['site']}:{worst['kind']}",
+                "bitwise": min(row["bitwise_local"] for row in found),
+            }
+        )
+    return sorted(result, key=lambda group: -group["error"])
+
+
+def causal_text(causal: dict[str, Any]) -> str:
+    """Verdict of the causal shares, with the largest of them."""
+    shares = sorted(causal["ops"], key=lambda share: -share["closed"])[:3]
+    shown = ", ".join(f"{share['name']} {share['closed']:.0%}" for share in shares)
+    text = f"{causal['verdict']}; share of the gap that correcting one op closes: {shown}"
+    if causal["smallest"]:
+        smallest = causal["smallest"]
+        names = ", ".join([*smallest["ops"], *smallest["layers"]])
+        text += f"; {names} close {smallest['closed']:.0%}"
+    return f"{text}. {causal['reason']}" if causal["reason"] else text
+
+
 def rung_cells(rung: dict[str, Any]) -> list[str]:
     """Gap of both modes, share closed, equal tensors, time and memory against the first run."""
     modes, sites = rung["logprob"] or {}, rung["sites"]
