@@ -78,12 +78,12 @@ def encode_e2m1_stochastic(y: Tensor, random_bits: Tensor) -> Tensor:
     """Round FP32 values to E2M1 stochastically with 8 random bits (uint8, shape of ``y``) each.
 
     Models ``cvt.rs.satfinite.e2m1x4``: t = |y| + bits/256 * step(|y|), floored to t's own step,
-    saturated, with y's sign bit. A value on the grid keeps its code for every draw.
+    saturated, with y's sign bit. A value on the grid keeps its code for every draw. Flooring to
+    |y|'s step is the same: a t in the next binade lies below that binade's second point.
     """
     magnitude = y.abs()
     step = _step(magnitude)
     dithered = magnitude + random_bits.to(torch.float32) * (step / 256.0)
-    step = _step(dithered)
     floored = ((dithered / step).floor_() * step).clamp_(max=E2M1_MAX)
     return encode_e2m1(torch.copysign(floored, y))
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from minite_kernels.invariant.attention import attention, paged_attention
-from minite_kernels.invariant.elementary import exp, log, row_sum
+from minite_kernels.invariant.elementary import (
+    EXP_POLYNOMIAL,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    LOG_POLYNOMIAL,
+    ROUND,
+    SQRT_HALF,
+    exp,
+    log,
+    row_sum,
+)
 from minite_kernels.invariant.log_softmax import log_softmax, token_logprobs
 from minite_kernels.invariant.matmul import PreparedWeight, lm_head, matmul
 from minite_kernels.invariant.rms_norm import add_rms_norm, rms_norm
@@ -243,3 +255,40 @@ def test_attention_decode_chunks_and_pages_give_the_bits_of_prefill(page: int) -
             scale=0.2,
         )
         assert same_bits(part, whole[start:stop]), (start, stop)
+
+
+def test_rms_norm_rounds_where_it_says() -> None:
+    x, weight = randn(40, 576).bfloat16(), randn(576, seed=1).bfloat16()
+    mean = x.double().square().mean(-1, keepdim=True).float()
+    normed = x.float() * (1.0 / (mean + 1e-6).double().sqrt()).float()
+    once = (normed * weight.float()).bfloat16()
+    twice = (normed.bfloat16().float() * weight.float()).bfloat16()
+    ours_once = rms_norm(x, weight, 1e-6, weight_rounding="once")
+    ours_twice = rms_norm(x, weight, 1e-6, weight_rounding="twice")
+    assert (ours_once != once).float().mean() < 1e-3  # the check's reciprocal root is not IEEE
+    assert (ours_twice != twice).float().mean() < 1e-3
+    assert 0.1 < (ours_once != ours_twice).float().mean() < 0.6
+
+
+def test_exp_and_log_are_the_stated_fp32_operations() -> None:
+    """numpy's FP32 does one rounding an operation: the same steps must give the same bits."""
+    f = np.float32
+    x = np.linspace(-87, 88, 20_001, dtype=np.float32)
+    n = (x * f(LOG2_E) + f(ROUND)) - f(ROUND)
+    r = (x - n * f(LN2_HIGH)) - n * f(LN2_LOW)
+    y = np.full_like(r, EXP_POLYNOMIAL[0])
+    for coefficient in EXP_POLYNOMIAL[1:]:
+        y = y * r + f(coefficient)
+    y = np.ldexp((y * (r * r) + r) + f(1), n.astype(np.int32)).astype(np.float32)
+    assert same_bits(exp(torch.from_numpy(x)), torch.from_numpy(y))
+    positive = np.exp(np.linspace(-80, 80, 20_001)).astype(np.float32)
+    m, e = np.frexp(positive)
+    small = m < f(SQRT_HALF)
+    exponent = np.where(small, e - 1, e).astype(np.float32)
+    m = np.where(small, (m + m) - f(1), m - f(1)).astype(np.float32)
+    y = np.full_like(m, LOG_POLYNOMIAL[0])
+    for coefficient in LOG_POLYNOMIAL[1:]:
+        y = y * m + f(coefficient)
+    y = ((y * m) * (m * m) + exponent * f(LN2_LOW)) - (m * m) * f(0.5)
+    y = (m + y) + exponent * f(LN2_HIGH)
+    assert same_bits(log(torch.from_numpy(positive)), torch.from_numpy(y))

@@ -128,3 +128,15 @@ def test_swizzle_places_every_scale_where_the_formula_says(
 def test_unswizzle_refuses_a_wrong_size() -> None:
     with pytest.raises(ValueError, match="take 512 bytes"):
         unswizzle_scale(torch.zeros(100, dtype=torch.uint8), (1, 1))
+
+
+def test_stochastic_encode_is_the_stated_formula() -> None:
+    """t = |y| + bits/256 * step(|y|), floored to t's own step: every draw of many values."""
+    for y in (0.0, 0.1, 0.49, 0.5, 1.3, 1.99, 2.0, 2.7, 3.99, 4.0, 5.5, 5.99, 6.0, 9.0):
+        for bits in range(256):
+            step = 0.5 if y < 2 else 1.0 if y < 4 else 2.0
+            t = y + bits / 256 * step
+            own = 0.5 if t < 2 else 1.0 if t < 4 else 2.0
+            expected = min(t // own * own, 6.0)
+            code = encode_e2m1_stochastic(torch.tensor([-y]), torch.tensor([bits]))
+            assert decode_e2m1(code).item() == -expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import oracles
 import pytest
 import torch
 from data import matrix
@@ -168,3 +169,11 @@ def test_experts_with_high_precision_backward_match_autograd_of_their_own_forwar
     layer(x, ids, torch.full((12, 2), 0.5)).sum().backward()
     assert torch.equal(layer.w13.grad[1], torch.zeros_like(layer.w13.grad[1]))
     assert layer.w13.grad[0].norm() > 0
+
+
+def test_hadamard_equals_te_reference() -> None:
+    te = oracles.transformer_engine()
+    quantizer = te.NVFP4QuantizerRef(dtype=None, with_rht=True)
+    for kind in ("normal", "heavy_t2", "row_binades", "outlier_channels"):
+        x = matrix(kind, 64, 512).bfloat16()
+        assert torch.equal(random_hadamard_transform(x), quantizer._apply_rht(x))
