@@ -64,6 +64,14 @@ def reset_choices() -> None:
     _choices.clear()
 
 
+def beyond_device(device: torch.device, major: int) -> str | None:
+    """Say that a CUDA device is older than compute capability ``major``, None if it is not."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= major:
+        return None
+    found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"it needs compute capability {major} or higher, this is {found}"
+
+
 def is_interpreted() -> bool:
     """Whether Triton kernels run in its CPU interpreter (a test's doing, never a user's)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -86,7 +94,4 @@ def _obstacle(package: str, impl: str, device: torch.device) -> str | None:
 def _native_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] < 10:
-        return f"it needs compute capability 10 or higher, this is {capability[0]}.{capability[1]}"
-    return None
+    return beyond_device(device, 10)

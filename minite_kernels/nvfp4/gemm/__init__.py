@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minite_kernels.dispatch import Impl, select
+from minite_kernels.dispatch import Impl, beyond_device, select
 from minite_kernels.nvfp4.gemm import _ref
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue, add_bias
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
 from minite_kernels.nvfp4.quantize import beyond_triton, decoded_values, dequantize, quantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
+#: The Triton GEMMs read operands through TMA.
+HOPPER = 9
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 __all__ = ["PreparedOperand", "accumulate", "gemm", "linear", "prepare"]
@@ -45,7 +47,8 @@ def gemm(
     if a.recipe.gemm.operands == "dequantized":
         return _dequantized(a, prepared.q, out_dtype, alpha, bias)
     epilogue = Epilogue(a, prepared.q, out_dtype, alpha, bias)
-    module = select("gemm", __name__, impl, a.device)
+    limits = {"triton": beyond_device(a.device, HOPPER)}
+    module = select("gemm", __name__, impl, a.device, limits)
     out: Tensor = module.gemm(a, prepared, epilogue)
     return out
 
@@ -67,7 +70,8 @@ def linear(
     """
     prepared = prepare(w)
     recipe, dtype = prepared.q.recipe, out_dtype or x_MK.dtype
-    limits = {"triton": beyond_triton(recipe.activation, x_MK)}
+    obstacle = beyond_device(x_MK.device, HOPPER) or beyond_triton(recipe.activation, x_MK)
+    limits = {"triton": obstacle}
     if recipe.gemm.operands == "dequantized":
         limits["triton"] = "dequantized operands are multiplied by torch"
     module = select("linear", __name__, impl, x_MK.device, limits)

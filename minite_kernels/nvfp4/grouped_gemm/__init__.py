@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minite_kernels.dispatch import Impl, select
+from minite_kernels.dispatch import Impl, beyond_device, select
+from minite_kernels.nvfp4.gemm import HOPPER
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand
 from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
 from minite_kernels.nvfp4.quantize import amax_of, beyond_triton, decoded_values, quantize
@@ -183,7 +184,8 @@ def grouped_gemm(
     if offsets.numel() != len(b) + 1:
         raise ValueError(f"{len(b)} experts need {len(b) + 1} offsets, got {offsets.numel()}")
     experts = b if isinstance(b, ExpertOperands) else ExpertOperands(b)
-    module = select("grouped_gemm", __name__, impl, a.device)
+    limits = {"triton": beyond_device(a.device, HOPPER)}
+    module = select("grouped_gemm", __name__, impl, a.device, limits)
     out: Tensor = module.grouped_gemm(a, experts, offsets, out_dtype, rows)
     return out
 
@@ -205,7 +207,8 @@ def experts_linear(
     recipe, dtype = b.first.recipe, out_dtype or x_MK.dtype
     if recipe.activation.amax_scope != "token":
         raise ValueError(f"recipe {recipe.name!r} scales activations by expert: quantize_grouped")
-    limits = {"triton": beyond_triton(recipe.activation, x_MK)}
+    obstacle = beyond_device(x_MK.device, HOPPER) or beyond_triton(recipe.activation, x_MK)
+    limits = {"triton": obstacle}
     module = select("experts_linear", __name__, impl, x_MK.device, limits)
     if module.__name__.endswith("_ref"):
         q = quantize(x_MK, recipe, impl="ref")

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minite_kernels.dispatch import Impl, select
+from minite_kernels.dispatch import Impl, beyond_device, select
+from minite_kernels.nvfp4.gemm import HOPPER
 from minite_kernels.nvfp4.recipe import Recipe
 
 __all__ = [
@@ -110,7 +111,8 @@ def weight_gradient(
 def _select(options: Options, a: Tensor, b: Tensor, aligned: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202
     limits = {"triton": None if aligned else "rows of experts are not aligned"}
     if aligned:
-        limits["triton"] = _beyond_triton(options.recipe, a, b)
+        obstacle = beyond_device(a.device, HOPPER)
+        limits["triton"] = obstacle or _beyond_triton(options.recipe, a, b)
     return select("grouped_linear", __name__, options.impl, a.device, limits)
 
 
