@@ -102,11 +102,21 @@ def _check_sequences(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]])
 
 def _load(checkpoint: Checkpoint, device: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, dtype=dtype[checkpoint.format], local_files_only=True
-    )
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, dtype=dtype[checkpoint.format], local_files_only=True
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"transformers can't load {checkpoint.path} ({checkpoint.architecture}): "
+            f"{str(error).splitlines()[0]}",
+            "check the architecture in config.json, or install a transformers that knows it",
+        ) from error
     return model.to(device).eval()
 
 

@@ -61,7 +61,11 @@ def divergence(pair: dict[str, Any]) -> str:
     if first is None:
         if not pair["sites"]["compared"]:
             return "no site was compared"
-        return f"none: all {pair['sites']['compared']} compared tensors are bitwise equal"
+        text = f"none: all {pair['sites']['compared']} compared tensors are bitwise equal"
+        sample = pair["logprob"].get("sample")
+        if sample and sample["max_abs"] > 0.0:
+            text += "; sampled tokens differ, whose tensors --capture-sample keeps"
+        return text
     said = {True: "equal", False: "already different", None: "not seen"}
     text = (
         f"{first['site']}:{first['kind']} (token {first['position']} of {first['probe']}; "

@@ -75,6 +75,34 @@ def test_a_probe_outside_of_the_vocabulary(tmp_path: Path) -> None:
     assert "probes.jsonl:1" in done.stderr
 
 
+@pytest.mark.parametrize("learner", ["hf", "te"])
+def test_an_architecture_that_no_engine_knows(tmp_path: Path, learner: str) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(ROOT / "minite_diag" / "checkpoints" / "demo_moe", odd)
+    config = json.loads((odd / "config.json").read_text())
+    config |= {"architectures": ["WeirdForCausalLM"], "model_type": "weird"}
+    (odd / "config.json").write_text(json.dumps(config))
+    done = minite(
+        "compare",
+        "--learner",
+        learner,
+        "--sampler",
+        "hf",
+        "--model",
+        str(odd),
+        "--probes",
+        str(ROOT / "probes" / "demo-moe.jsonl"),
+        "--num-probes",
+        "1",
+        "--out",
+        str(tmp_path / "r"),
+    )
+    assert done.returncode in (2, 3)
+    assert "weird" in done.stderr
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_read_only_place(tmp_path: Path) -> None:
     done = minite(*TOY, "--out", "/proc/minite-run")
     assert done.returncode == 2
