@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def here():
+    """How to plan, capture and serve toys in this process."""
+    return SimpleNamespace(plan=toy_plan, capture=capture_here, open_session=open_here)
 
 
 @pytest.fixture(scope="session")
