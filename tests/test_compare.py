@@ -68,6 +68,15 @@ def test_blocks_of_zeros_are_masked(new_trace: Any) -> None:
     assert (code["mismatch_rate"], code["elements"]) == (0.0, 32)
 
 
+def test_a_block_that_is_zero_on_one_side_only_counts(new_trace: Any) -> None:
+    a, b = new_trace("a"), new_trace("b")
+    codes = torch.full((1, 16), 0x22, dtype=torch.uint8)
+    quantized(a, codes, torch.tensor([[0.0, 1.0]]), 1.0)
+    quantized(b, codes ^ 0x01, torch.tensor([[1.0, 1.0]]), 1.0)
+    code = rows_of(a, b).loc[("m", "weight_codes")]
+    assert (code["mismatch_rate"], code["elements"]) == (0.5, 32)
+
+
 def test_a_power_of_two_between_the_scales_is_noted(new_trace: Any) -> None:
     a, b = new_trace("a"), new_trace("b")
     codes = torch.full((4, 16), 0x22, dtype=torch.uint8)
@@ -230,6 +239,18 @@ def test_equal_bytes_are_compared_once(
     }
     assert results[("q", "input")] is results[("k", "input")] is results[("v", "input")]
     assert len({id(results[(fqn, "output")]) for fqn in "qkv"}) == 3
+
+
+def test_parts_of_one_tensor_are_compared_apart(new_trace: Any, score: Any) -> None:
+    a, b = new_trace("a"), new_trace("b")
+    y = torch.randn(4, 8)
+    for builder, tensor in ((a, y), (b, y + torch.arange(8.0))):
+        builder.fuse("qk", ("q", 0, 1), ("k", 1, 8))
+        builder.call(range(4))
+        builder.tensor("qk", "output", tensor)
+    rows = rows_of(a, b)
+    assert rows.loc[("q", "output"), "bitwise_fraction"] == 1.0
+    assert rows.loc[("k", "output"), "bitwise_fraction"] < 1.0
 
 
 def write_run(run: Path, new_trace: Any) -> None:
