@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final
 
-from minite_diag.bench.measurement import Measurement, median_seconds
+from minite_diag.bench.measurement import Measurement
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import Engine, EngineInfo, TokenSequence
 from minite_diag.engines.registry import load_engine_class
@@ -86,12 +88,12 @@ def bench_capture(
         say(f"{engine} on {plan.model.name}: {repeats} repeats of {tokens} tokens")
         bare, light = _load(plan, folder / "bare"), _load(plan, folder / "stats")
         light.observe(CaptureSpec(stats_only=True))
-        seconds = _time([bare, first, light], sequence, repeats)
+        costs = _time([bare, first, light], sequence, repeats)
         written = first.recorder.writer.bytes_written if first.recorder else 0
         for loaded in (first, bare, light):
             loaded.engine.close()
     what = f"{engine} on {plan.model.name}, {tokens} tokens, median of {repeats}"
-    return _rows(seconds, written, what) + memory
+    return _rows(costs, written, what) + memory
 
 
 def _plan(model: str, engine: str, run: Path, say: Callable[[str], None]) -> Plan:
@@ -118,33 +120,52 @@ def _load(plan: Plan, folder: Path) -> _Loaded:
     return _Loaded(engine, info, plan, folder)
 
 
-def _time(loaded: list[_Loaded], sequence: TokenSequence, repeats: int) -> list[float]:
-    def warm_up() -> None:
-        for item in loaded:
-            item.score(sequence)
-            item.clear()
+@dataclass(frozen=True)
+class _Cost:
+    """Median wall and processor time of one forward, in seconds."""
 
-    warm_up()
-    taken = []
+    wall: float
+    processor: float
+
+
+def _time(loaded: list[_Loaded], sequence: TokenSequence, repeats: int) -> list[_Cost]:
+    for item in loaded:
+        item.score(sequence)
+        item.clear()
+    taken: list[list[_Cost]] = [[] for _ in loaded]
     for _ in range(repeats):
-        taken.append(median_seconds([lambda i=i: i.score(sequence) for i in loaded], 1))  # type: ignore[misc]
-        for item in loaded:
+        for item, costs in zip(loaded, taken, strict=True):
+            began, used = time.perf_counter(), time.process_time()
+            item.score(sequence)
+            costs.append(_Cost(time.perf_counter() - began, time.process_time() - used))
             item.clear()
-            # The writes of one trace must not slow the next forward down.
         gc.collect()
-    columns = list(zip(*taken, strict=True))
-    return [sorted(column)[len(column) // 2] for column in columns]
-
-
-def _rows(seconds: list[float], written: int, what: str) -> list[Measurement]:
-    bare, full, light = seconds
-    peer = "bare forward"
     return [
-        Measurement("bare forward", bare, "s", detail=what),
-        Measurement("hooked, full tensors", full, "s", peer, full / bare, what),
-        Measurement("hooked, statistics only", light, "s", peer, light / bare, what),
-        Measurement("written per forward", written / 1e6, "MB", detail=what),
+        _Cost(median(cost.wall for cost in costs), median(cost.processor for cost in costs))
+        for costs in taken
     ]
+
+
+def _rows(costs: list[_Cost], written: int, what: str) -> list[Measurement]:
+    bare, full, light = costs
+    rows = [Measurement("bare forward", bare.wall, "s", detail=what)]
+    for name, cost in (("full tensors", full), ("statistics only", light)):
+        ratio = cost.wall / bare.wall
+        rows.append(Measurement(f"hooked, {name}", cost.wall, "s", "bare forward", ratio, what))
+    # What it costs where other work fills the machine, the writing thread included.
+    for name, cost in (("full tensors", full), ("statistics only", light)):
+        ratio = cost.processor / bare.processor
+        rows.append(
+            Measurement(
+                f"hooked, {name}, processor time",
+                cost.processor,
+                "s",
+                f"bare forward ({bare.processor:.4g} s)",
+                ratio,
+                what,
+            )
+        )
+    return [*rows, Measurement("written per forward", written / 1e6, "MB", detail=what)]
 
 
 def _measure_memory(loaded: _Loaded, sequence: TokenSequence) -> list[Measurement]:

@@ -53,6 +53,9 @@ def test_capture_measures_time_and_memory() -> None:
         row = found[name]
         assert (row.peer, row.unit) == ("bare forward", "s")
         assert row.ratio == row.value / bare.value > 0
+        used = found[f"{name}, processor time"]
+        assert (used.unit, used.peer[:12]) == ("s", "bare forward")
+        assert used.ratio > 0
     assert found["written per forward"].value > 0
     memory = found["peak extra memory"]
     assert "largest tensor" in memory.peer
