@@ -30,10 +30,13 @@ def triton_folder() -> str:
     return ""
 
 
-@pytest.mark.parametrize(("folder", "at_least"), (("interpreted", 60), ("compiled", 15)))
+@pytest.mark.parametrize(("folder", "at_least"), (("interpreted", 100), ("compiled", 15)))
 def test_checks_pass(folder: str, at_least: int) -> None:
     paths = [triton_folder(), str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        "OMP_NUM_THREADS": "1",  # tiny tensors: threads only wait for each other
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
     command += ["-o", "python_files=check_*.py", str(HERE / folder)]
     run = subprocess.run(
