@@ -122,9 +122,10 @@ class _Legs:
         return self.alone, found
 
     def _batch(self, size: int) -> tuple[Logprobs, Logprobs]:
+        # One sequence: the cost of a batch is that of all its members.
         found = self._live(
             f"batch-{size}",
-            self.score,
+            self.score[:1],
             action="batch",
             size=size,
             neighbours=tuple(neighbours(self.score, size)),

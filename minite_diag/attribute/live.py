@@ -152,13 +152,22 @@ class _Attribution:
         baseline = Side.of(Trace(self.run / "traces" / learner))
         sampler = Side.of(Trace(self.run / "traces" / target))
         keys = [
-            key for key in baseline.sites if key.mode != "static" and patched_sites(baseline, [key])
+            key
+            for key in baseline.sites
+            if (key.mode == "score" or key.source == target) and patched_sites(baseline, [key])
         ]
         if not keys:
             self._skip("pair", target, f"{learner} captured no tensors of any sequence")
             return
         sequences = self._sequences([(key.mode, key.source, key.probe) for key in keys])
-        local = measure_local(runs, baseline, sampler, sequences, self._stored_rows(target))
+        local = measure_local(
+            runs,
+            baseline,
+            sampler,
+            sequences,
+            self._stored_rows(target),
+            self.plan.capture.sites,
+        )
         try:
             self.found["local"] += local.rows
             experiment = Experiment(

@@ -90,14 +90,16 @@ def measure_local(
     target: Side,
     sequences: list[SequenceSpec],
     stored: Rows,
+    globs: tuple[str, ...] = ("*",),
 ) -> LocalRun:
     """Run the target on the baseline's tensors and compare op by op.
 
-    `stored` are the pair's rows of the comparison of the captured runs.
+    `stored` are the pair's rows of the comparison of the captured runs, `globs` the sites that
+    those runs kept.
     """
     keys = [SequenceKey(*sequence.key) for sequence in sequences]
     patch = Patch(baseline.trace.id, sites=patched_sites(baseline, keys))
-    job = Job(f"local-{baseline.trace.id}", tuple(sequences), patch=(patch,), record=("*",))
+    job = Job(f"local-{baseline.trace.id}", tuple(sequences), patch=(patch,), record=globs)
     result = runs.run("local", job)
     local = Side.of(Trace(Path(result.trace)))
     rows = local_rows(baseline, target, local, keys, stored)

@@ -25,7 +25,7 @@ from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, Sequen
 from minite_diag.capture.worker import EXIT_ERROR, Progress, _error_record, _follow_parent
 from minite_diag.engines.base import Engine, EngineInfo, ScoredTokens, TokenSequence
 from minite_diag.engines.registry import load_engine_class
-from minite_diag.errors import MiniteDiagError, UsageError
+from minite_diag.errors import EngineError, MiniteDiagError, UsageError
 from minite_diag.plan import EngineSpec, Plan, read_plan
 from minite_diag.trace.store import Trace, TraceWriter
 
@@ -72,6 +72,11 @@ class LiveEngine:
         try:
             scored = self._run(job)
             recorder.stop()
+            if recorder.truncated:
+                raise EngineError(
+                    f"job {job.name!r} records more than {self.plan.capture.max_disk} bytes",
+                    "raise --max-disk, or capture fewer --sites or --tokens",
+                )
         finally:
             recorder.active = False
             if writer is not None:

@@ -87,7 +87,11 @@ def one_thread():
     """The toy's tensors are so small that waking a second thread takes longer than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Engines in their own processes too: capture and live runs get the same number.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
     torch.set_num_threads(before)
 
 
@@ -123,7 +127,6 @@ def real(tmp_path_factory):
     def run(name, *arguments):
         if name not in done:
             folder = tmp_path_factory.mktemp(name) / "run"
-            environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
             finished = subprocess.run(
                 [
                     sys.executable,
@@ -139,7 +142,7 @@ def real(tmp_path_factory):
                 capture_output=True,
                 text=True,
                 cwd=ROOT,
-                env=environment | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
                 timeout=600,
                 check=False,
             )

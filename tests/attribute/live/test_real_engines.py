@@ -1,0 +1,133 @@
+"""Live attribution of real transformers, te-ref and vLLM: bits, not tolerances."""
+
+import pytest
+
+from minite_diag.attribute.live import attribute_live
+from minite_diag.attribute.local_error import born_here
+
+LAYERS = 4
+
+
+def ignore(spec, event):
+    pass
+
+
+@pytest.fixture(scope="session")
+def found(real):
+    """`found(name)`: (run, live attribution) of one pair on demo-moe, once."""
+    short = ("--model", "demo-moe", "--num-probes", "1")
+    pairs = {
+        "hf-vllm": ("--learner", "hf", "--sampler", "vllm", "--quantize", "none"),
+        "te-vllm": ("--learner", "te", "--sampler", "vllm"),
+        "hf-te": ("--learner", "hf", "--sampler", "te"),
+    }
+    done = {}
+
+    def run(name):
+        if name not in done:
+            modes = ("--modes", "score")
+            if name == "hf-vllm":
+                modes = ("--sample-tokens", "6", "--capture-sample")
+            folder = real(name, *pairs[name], *short, *modes)
+            done[name] = attribute_live(folder, ignore)
+            assert done[name]["errors"] == []
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("pair", ["hf-vllm", "te-vllm", "hf-te"])
+def test_every_op_corrected_leaves_no_bit_of_the_gap(found, pair):
+    """The intervention reaches every op of the engine: nothing is left that it can't see."""
+    (causal,) = found(pair)["causal"]
+    assert causal["gap"]["mean_abs"] > 0.0
+    assert causal["gap_all"]["max_abs"] == 0.0
+    assert causal["gap_all"]["equal"] == causal["gap_all"]["tokens"] == causal["gap"]["tokens"]
+    assert causal["prefix"][-1]["closed"] == 1.0
+    assert causal["smallest"]["ops"]["closed"] >= 0.95
+    assert causal["smallest"]["layers"]["closed"] >= 0.95
+
+
+@pytest.mark.parametrize("pair", ["hf-vllm", "te-vllm", "hf-te"])
+def test_singles_and_interaction_add_up(found, pair):
+    (causal,) = found(pair)["causal"]
+    for name in ("ops", "layers"):
+        parts = causal[f"interaction_{name}"]
+        assert parts["sum_of_singles"] == pytest.approx(sum(s["closed"] for s in causal[name]))
+        assert parts["total"] == 1.0
+        assert parts["interaction"] == parts["total"] - parts["sum_of_singles"]
+    dominated = abs(causal["interaction_ops"]["interaction"]) > 0.5
+    assert (causal["verdict"] == "inconclusive") is dominated
+
+
+def test_bf16_vllm_is_born_in_four_kinds_of_ops(found):
+    """As measured by replacing ops one by one: everything else is bitwise equal already."""
+    born = {row["op"] for row in born_here(found("hf-vllm")["local"])}
+    assert born >= {"norm", "rope", "attention", "experts"}
+    assert born <= {"norm", "rope", "attention", "experts", "router"}
+
+
+def test_norms_differ_where_the_residual_is_added_and_nowhere_else(found):
+    rows = {(r["site"], r["kind"]): r for r in found("hf-vllm")["local"]}
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        assert rows[name + "post_attention_layernorm", "output"]["bitwise_local"] < 1.0
+        assert (rows[name + "input_layernorm", "output"]["bitwise_local"] < 1.0) is (layer > 0)
+        for norm in ("self_attn.q_norm", "self_attn.k_norm"):
+            assert rows[name + norm, "output"]["bitwise_local"] == 1.0
+        # The sum itself is rounded alike.
+        assert rows[name + "post_attention_layernorm", "input"]["bitwise_local"] == 1.0
+    assert rows["model.norm", "output"]["bitwise_local"] < 1.0
+
+
+@pytest.mark.parametrize("op", ["embedding", "linear", "lm_head", "residual"])
+def test_ops_that_agree_agree_in_every_bit(found, op):
+    rows = [row for row in found("hf-vllm")["local"] if row["op"] == op]
+    assert rows
+    assert {(row["error_local"], row["bitwise_local"]) for row in rows} == {(0.0, 1.0)}
+    if op == "linear":
+        assert any(row["error_inherited"] > 0.0 for row in rows)
+        assert {row["error_inherited"] for row in rows} == {row["error_total"] for row in rows}
+
+
+def test_nvfp4_linears_and_experts_are_named(found):
+    born = {row["op"]: row for row in born_here(found("te-vllm")["local"])}
+    assert {"linear", "quantize", "norm", "rope", "attention"} <= set(born)
+    assert born["linear"]["sites"] > 100
+    assert "embedding" not in born
+    assert "lm_head" not in born
+
+
+def test_only_quantized_linears_split_te_from_hf(found):
+    local = found("hf-te")["local"]
+    assert {row["op"] for row in born_here(local)} == {"linear"}
+    sites = {row["site"] for row in local if row["bitwise_local"] < 1.0}
+    assert sites
+    assert all(site.endswith("_proj") for site in sites)
+    (causal,) = found("hf-te")["causal"]
+    assert {share["name"] for share in causal["ops"]} == {"linear", "experts"}
+
+
+def test_routing_replayed_is_measured_in_nats(found):
+    (routing,) = found("te-vllm")["routing"]
+    assert routing["rows_changed"] > 0
+    assert routing["rows"] == routing["gap"]["tokens"] * LAYERS + LAYERS
+    assert routing["nats"] == routing["gap"]["mean_abs"] - routing["gap_replayed"]["mean_abs"]
+    assert routing["patched"] == 2 * LAYERS
+
+
+def test_the_legs_of_real_engines(found):
+    legs = {(row["engine"], row["leg"]): row for row in found("te-vllm")["legs"]}
+    for engine in ("learner-te", "sampler-vllm"):
+        for leg in ("observer", "repeat"):
+            row = legs[engine, leg]
+            assert row["status"] == "measured"
+            assert (row["code"], row["max_abs"]) == (None, 0.0)
+            assert row["equal"] == row["tokens"] > 0
+    # One amax over the whole batch: te-ref's activation scale depends on its neighbours.
+    assert legs["learner-te", "batch-4"]["code"] == "MD503"
+    assert found("te-vllm")["noise"]["learner-te"]["mean_abs"] > 0.0
+    decode = {
+        row["leg"]: row for row in found("hf-vllm")["legs"] if row["engine"] == "sampler-vllm"
+    }
+    assert decode["prefill-decode"]["tokens"] == 5
