@@ -190,10 +190,10 @@ def _fill(
                 f"without-{share['name']}", everything - sets[share["name"]]
             )
             share["without"] = left["mean_abs"] / before["mean_abs"]
-    record["smallest"] = {
-        "ops": smallest(experiment, ops, record["ops"], before),
-        "layers": smallest(experiment, layers, record["layers"], before),
-    }
+    record["smallest"] = _smallest_of_both(
+        smallest(experiment, ops, record["ops"], before),
+        smallest(experiment, layers, record["layers"], before),
+    )
 
 
 def _share(
@@ -234,6 +234,23 @@ def _verdict(record: dict[str, Any], floor: float) -> tuple[str, str]:
         reason = f"the op classes' own shares add up to {singles:.0%}, together they close "
         return "inconclusive", f"{reason}{total:.0%}: interaction dominates"
     return "attributed", f"all visible ops together close {total:.0%} of the gap"
+
+
+def _smallest_of_both(
+    ops: dict[str, Any] | None, layers: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The smallest sets of op classes and of layers as one record; `closed` is the lesser one."""
+    found = [one for one in (ops, layers) if one is not None]
+    if not found:
+        return None
+    return {
+        "ops": ops["sets"] if ops else [],
+        "layers": layers["sets"] if layers else [],
+        "closed": min(one["closed"] for one in found),
+        "closed_ops": ops["closed"] if ops else None,
+        "closed_layers": layers["closed"] if layers else None,
+        "runs": sum(one["runs"] for one in found),
+    }
 
 
 def smallest(

@@ -125,7 +125,8 @@ def local_rows(
         column = "agreement" if site.kind == "topk_ids" else "bitwise_fraction"
         equal = np.array([row[column] for row in found], dtype=np.float64)
         input_error = _input_error(site, total, has_qk_norm)
-        upstream = _error(site, inherited)
+        local, upstream = _error(site, own), _error(site, inherited)
+        bitwise = float((equal * elements).sum() / max(elements.sum(), 1.0))
         rows.append(
             {
                 "baseline": baseline.trace.id,
@@ -138,8 +139,8 @@ def local_rows(
                 "order": min(int(row["order"]) for row in found),
                 "probes": len(found),
                 "elements": int(elements.sum()),
-                "error_local": _error(site, own),
-                "bitwise_local": float((equal * elements).sum() / max(elements.sum(), 1.0)),
+                "error_local": local if local is not None else 1.0 - bitwise,
+                "bitwise_local": bitwise,
                 "error_total": _error(site, total),
                 "error_inherited": upstream,
                 "input_error": input_error,

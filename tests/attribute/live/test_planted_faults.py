@@ -63,7 +63,8 @@ def test_that_op_alone_accounts_for_the_whole_gap(toy, fault):
     assert share["without"] == 1.0
     # Once per sequence: two probes scored, two sampled.
     assert share["patched"] == share["sites"] * causal["sequences"] == share["sites"] * 4
-    assert causal["smallest"]["ops"]["sets"] == [op]
+    assert causal["smallest"]["ops"] == [op]
+    assert causal["smallest"]["closed"] == 1.0
     assert causal["interaction_ops"]["interaction"] == 0.0
 
 
