@@ -125,7 +125,7 @@ def local_rows(
         column = "agreement" if site.kind == "topk_ids" else "bitwise_fraction"
         equal = np.array([row[column] for row in found], dtype=np.float64)
         input_error = _input_error(site, total, has_qk_norm)
-        local, upstream = _error(site, own), _error(site, inherited)
+        born, upstream = _error(site, own), _error(site, inherited)
         bitwise = float((equal * elements).sum() / max(elements.sum(), 1.0))
         rows.append(
             {
@@ -139,7 +139,7 @@ def local_rows(
                 "order": min(int(row["order"]) for row in found),
                 "probes": len(found),
                 "elements": int(elements.sum()),
-                "error_local": local if local is not None else 1.0 - bitwise,
+                "error_local": born if born is not None else 1.0 - bitwise,
                 "bitwise_local": bitwise,
                 "error_total": _error(site, total),
                 "error_inherited": upstream,
@@ -171,11 +171,11 @@ def _error(site: Site, rows: BySite) -> float | None:
 
 
 def _one_error(site: Site, row: dict[str, Any]) -> float | None:
-    if site.kind == "topk_ids":
-        agreement = row.get("agreement")
-        return None if agreement is None else 1.0 - float(agreement)
-    value = row.get("mismatch_rate" if site.kind in CODE_KINDS else "rel_l2")
-    return None if value is None or not np.isfinite(value) else float(value)
+    columns = {"topk_ids": "agreement"} | dict.fromkeys(CODE_KINDS, "mismatch_rate")
+    value = row.get(columns.get(site.kind, "rel_l2"))
+    if value is None or not np.isfinite(value):
+        return None
+    return 1.0 - float(value) if site.kind == "topk_ids" else float(value)
 
 
 def _input_error(site: Site, total: BySite, has_qk_norm: bool) -> float | None:
