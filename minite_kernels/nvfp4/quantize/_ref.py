@@ -36,6 +36,11 @@ from minite_kernels.nvfp4.recipe import FourOverSix, OperandRecipe
 
 #: Elements a chunk: its FP32 intermediates stay in a core's L2 cache.
 _CHUNK_ELEMENTS = 1 << 17
+_MAGNITUDE_BITS = {
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,10 +112,12 @@ def max_magnitude(operand: OperandRecipe, x: Tensor, dim: int | tuple[int, ...])
     """Max of |x| over ``dim`` as FP32, NaN spread or dropped as the recipe says; 0 if empty."""
     if x.numel() == 0:
         return x.sum(dim).to(torch.float32)
-    magnitude = x.abs()
-    largest = magnitude.amax(dim).to(torch.float32)
+    # Magnitudes of IEEE numbers order as integers, NaN on top; integers reduce three times faster.
+    integer, mask = _MAGNITUDE_BITS[x.dtype]
+    largest = (x.view(integer) & mask).amax(dim).view(x.dtype).to(torch.float32)
     if operand.nan_amax == "propagate" or not bool(largest.isnan().any()):
         return largest
+    magnitude = x.abs()
     known = magnitude.isnan().logical_not()
     dropped = torch.where(known, magnitude, 0).amax(dim).to(torch.float32)
     return torch.where(known.any(dim), dropped, largest)
