@@ -30,6 +30,8 @@ _WIDE: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.
 
 Place = tuple[str, int]
 """Segment and byte offset."""
+Source = tuple[int, torch.dtype, torch.Size]
+"""Address, dtype and shape in the engine: where a tensor that comes again is found."""
 
 
 class DiskBudgetExceeded(Exception):
@@ -42,7 +44,7 @@ class _Copy:
 
     tensor: torch.Tensor
     place: Place
-    signature: tuple[torch.dtype, torch.Size]
+    source: Source
 
 
 class SegmentWriter:
@@ -70,21 +72,26 @@ class SegmentWriter:
         copied nor remembered. Raises DiskBudgetExceeded, with nothing appended, where `max_disk`
         has no room.
         """
-        here = [tensor.detach().to("cpu") for tensor in tensors]
-        known = [None if direct else self._recall(tensor) for tensor in here]
+        # What comes again is the same tensor, handed to the next module; the engine may have
+        # written to it meanwhile. Looking at others of its shape costs more than it finds.
+        sources = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
+        here = [t if t.device.type == "cpu" else t.detach().to("cpu") for t in tensors]
+        known = [
+            None if direct else self._recall(tensor, source)
+            for tensor, source in zip(here, sources, strict=True)
+        ]
         if not self._fits(here, known):
             known = [None] * len(here)
             self._fits(here, known)
         return [
-            copy.place if copy is not None else self._write(tensor, direct)
-            for tensor, copy in zip(here, known, strict=True)
+            copy.place if copy is not None else self._write(tensor, source, direct)
+            for tensor, source, copy in zip(here, sources, known, strict=True)
         ]
 
-    def _recall(self, tensor: torch.Tensor) -> _Copy | None:
-        signature = (tensor.dtype, tensor.shape)
+    def _recall(self, tensor: torch.Tensor, source: Source) -> _Copy | None:
         for copies in (self._copies, self._older):
             for copy in copies:
-                if copy.signature == signature and _has_equal_bytes(copy.tensor, tensor):
+                if copy.source == source and _has_equal_bytes(copy.tensor, tensor):
                     if copies is self._copies:
                         self._copies.remove(copy)
                         self._copies.append(copy)
@@ -114,13 +121,13 @@ class SegmentWriter:
         self._offset = 0
         self._file = (self.folder / self._name).open("wb", buffering=0)
 
-    def _write(self, tensor: torch.Tensor, direct: bool) -> Place:
+    def _write(self, tensor: torch.Tensor, source: Source, direct: bool) -> Place:
         place = (self._name, self._offset)
         nbytes = tensor.numel() * tensor.element_size()
         if direct or nbytes > STAGED_BYTES:
-            self._write_through(tensor.contiguous())
+            self._write_through(tensor.detach().contiguous())
         else:
-            self._stage(tensor, nbytes, place)
+            self._stage(tensor, nbytes, source, place)
         self._offset += _padded(nbytes)
         self.bytes_written += _padded(nbytes)
         return place
@@ -132,17 +139,17 @@ class SegmentWriter:
         _write_all(self._file, data)
         _write_all(self._file, torch.zeros(_padded(len(data)) - len(data), dtype=torch.uint8))
 
-    def _stage(self, tensor: torch.Tensor, nbytes: int, place: Place) -> None:
+    def _stage(self, tensor: torch.Tensor, nbytes: int, source: Source, place: Place) -> None:
         size = _padded(nbytes)
         self._make_room(size)
         start, end = self._filled, self._filled + nbytes
         view = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
+        view.copy_(tensor.detach())
         if size > nbytes:
-            self._buffer[end : start + size] = 0
+            self._buffer[end : start + size] = 0  # not what an earlier tensor left there
         self._filled += size
         if nbytes:
-            self._copies.append(_Copy(view, place, (tensor.dtype, tensor.shape)))
+            self._copies.append(_Copy(view, place, source))
 
     def _make_room(self, size: int) -> None:
         if self._filled + size <= len(self._buffer):

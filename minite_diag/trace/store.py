@@ -75,6 +75,7 @@ class TraceWriter:
         self._segments = SegmentWriter(folder / "tensors", max_disk)
         self._index: list[dict[str, Any]] = []
         self._index_part = 0
+        self._rows: torch.Tensor | None = None
         self._calls = TableParts(folder, CALLS)
         self._tokens = TableParts(folder, TOKENS)
 
@@ -138,7 +139,10 @@ class TraceWriter:
         if row_index is None:
             file, offset = self._segments.append([tensor], direct=is_static)[0]
             return {"file": file, "offset": offset}
-        rows = row_index.to(torch.int32)
+        rows = row_index.to("cpu", torch.int32)
+        if self._rows is not None and torch.equal(rows, self._rows):
+            rows = self._rows  # gate and up: the segments know it by its address
+        self._rows = rows
         (file, offset), (_, row_offset) = self._segments.append([tensor, rows])
         return {"file": file, "offset": offset, "row_offset": row_offset}
 

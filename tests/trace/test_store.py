@@ -107,12 +107,12 @@ def test_strided_tensors_are_written_row_major(new_trace: Any) -> None:
 
 
 def test_equal_inputs_of_fused_modules_are_written_once(new_trace: Any) -> None:
-    x = torch.randn(4, 64)
+    x, codes = torch.randn(4, 64), torch.randint(0, 256, (4, 32), dtype=torch.uint8)
     builder = new_trace("a")
     builder.call(range(4))
     for name in "qkv":
         builder.tensor(name, "input", x)
-        builder.tensor(name, "act_codes", torch.arange(4).repeat(8, 1).T.contiguous())
+        builder.tensor(name, "act_codes", codes)
         builder.tensor(name, "output", torch.randn(4, 64))
     trace = builder.done()
     places = [(ref.file, ref.offset) for ref in trace.index if ref.kind == "input"]
