@@ -14,6 +14,7 @@ depend on its own rows and weight alone; rows beyond ``offsets[-1]`` are padding
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from minite_kernels.dispatch import Impl, beyond_device, select
 from minite_kernels.nvfp4.gemm import HOPPER
-from minite_kernels.nvfp4.recipe import Recipe
+from minite_kernels.nvfp4.recipe import AmaxScope, OperandRecipe, Recipe, Role
 
 __all__ = [
     "ALIGNMENT",
@@ -63,7 +64,7 @@ def forward(
     ``aligned`` promises that every offset is a multiple of ``ALIGNMENT`` (nothing is checked: that
     would wait for the device); without it only ``ref`` runs.
     """
-    module = _select(options, x_RK, w_ENK, aligned)
+    module = _select(options, x_RK, w_ENK, aligned, by_row=("activation",), whole=("weight",))
     out: Tensor = module.forward(
         x_RK, w_ENK, offsets, options, input_amax, out_dtype or x_RK.dtype, prepared
     )
@@ -75,7 +76,8 @@ def prepare_weight(x_RK: Tensor, w_ENK: Tensor, options: Options, *, aligned: bo
 
     ``x_RK`` is the layer's input, which decides the implementation; the result is opaque.
     """
-    return _select(options, x_RK, w_ENK, aligned).prepare_weight(w_ENK, options)
+    module = _select(options, x_RK, w_ENK, aligned, by_row=("activation",), whole=("weight",))
+    return module.prepare_weight(w_ENK, options)
 
 
 def data_gradient(
@@ -88,7 +90,7 @@ def data_gradient(
     aligned: bool = False,
 ) -> Tensor:
     """Compute dX [R, K] in the dtype of dy."""
-    module = _select(options, dy_RN, w_ENK, aligned)
+    module = _select(options, dy_RN, w_ENK, aligned, by_row=("gradient",), whole=("weight",))
     out: Tensor = module.data_gradient(dy_RN, w_ENK, offsets, options, prepared)
     return out
 
@@ -103,28 +105,44 @@ def weight_gradient(
     aligned: bool = False,
 ) -> Tensor:
     """Compute dW [E, N, K]; an expert without rows gets zeros."""
-    module = _select(options, dy_RN, x_RK, aligned)
+    module = _select(options, dy_RN, x_RK, aligned, by_row=(), whole=("gradient", "activation"))
     out: Tensor = module.weight_gradient(dy_RN, x_RK, offsets, options, out_dtype)
     return out
 
 
-def _select(options: Options, a: Tensor, b: Tensor, aligned: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202
-    limits = {"triton": None if aligned else "rows of experts are not aligned"}
+def _select(
+    options: Options,
+    a: Tensor,
+    b: Tensor,
+    aligned: bool,
+    *,
+    by_row: tuple[Role, ...],
+    whole: tuple[Role, ...],
+) -> ModuleType:
+    """Module that runs one GEMM of operands in these roles, quantized by row or per expert."""
+    obstacle: str | None = "rows of experts are not aligned"
     if aligned:
-        obstacle = beyond_device(a.device, HOPPER)
-        limits["triton"] = obstacle or _beyond_triton(options.recipe, a, b)
-    return select("grouped_linear", __name__, options.impl, a.device, limits)
+        obstacle = beyond_device(a.device, HOPPER) or _beyond_triton(a, b)
+        for role in (*by_row, *whole):
+            scopes: tuple[AmaxScope, ...] = ("tensor", "none")
+            scopes += ("token",) if role in by_row else ()
+            obstacle = obstacle or _beyond_operand(options.recipe.operand(role), scopes)
+    return select("grouped_linear", __name__, options.impl, a.device, {"triton": obstacle})
 
 
-def _beyond_triton(recipe: Recipe, a: Tensor, b: Tensor) -> str | None:
-    """Say what of this call the Triton path does not do, None if it does all of it."""
-    for operand in (recipe.activation, recipe.weight, recipe.gradient):
-        if operand.four_over_six is not None:
-            return "four-over-six runs in torch"
-        if operand.flush_subnormals or operand.statistics_dtype == "input":
-            return "flushing and statistics in the input dtype run in torch"
-        if operand.amax_scope not in ("tensor", "none"):
-            return f"it takes one amax an expert, not {operand.amax_scope}"
+def _beyond_operand(operand: OperandRecipe, scopes: tuple[AmaxScope, ...]) -> str | None:
+    """Say what of an operand's recipe the Triton path does not do, None if it does all of it."""
+    if operand.four_over_six is not None:
+        return "four-over-six runs in torch"
+    if operand.flush_subnormals or operand.statistics_dtype == "input":
+        return "flushing and statistics in the input dtype run in torch"
+    if operand.amax_scope not in scopes:
+        return f"this GEMM takes an amax of {' or '.join(scopes)}, not {operand.amax_scope}"
+    return None
+
+
+def _beyond_triton(a: Tensor, b: Tensor) -> str | None:
+    """Say what of these tensors the Triton path does not take, None if it takes them."""
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return "it takes bfloat16"
     if a.shape[-1] % 64 or b.shape[-1] % 64 or b.shape[-2] % 16 or a.shape[0] % ALIGNMENT:

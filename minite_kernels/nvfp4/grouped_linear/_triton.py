@@ -165,6 +165,7 @@ def _rows_gemm_kernel(
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
+    A_PER_ROW: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -190,6 +191,9 @@ def _rows_gemm_kernel(
                 b = tl.trans(b_desc.load([expert * N + start, k * BK]))
             acc = tl.dot(a, b, acc)
         a_statistic = tl.load(a_statistic_ptr + expert)
+        if A_PER_ROW:
+            rm = first + tl.arange(0, BM)
+            a_statistic = tl.load(a_statistic_ptr + rm, mask=rm < last, other=0.0)[:, None]
         b_statistic = tl.load(b_statistic_ptr + expert)
         out = _finish(
             acc, a_statistic, b_statistic, a_statistic, EPILOGUE, out_ptr.dtype.element_ty
@@ -255,7 +259,8 @@ def forward(
     """[R, N]: each expert's rows times its weight."""
     x, x_scale = rows_values(x_RK, offsets, options, options.recipe.activation)
     w, w_scale = prepared or weight_values(w_ENK, options)
-    return _rows_gemm(x, x_scale, w, w_scale, offsets, options, out_dtype, b_by_rows=False)
+    operand = options.recipe.activation
+    return _rows_gemm(x, x_scale, w, w_scale, offsets, options, operand, out_dtype, b_by_rows=False)
 
 
 def data_gradient(
@@ -269,7 +274,15 @@ def data_gradient(
     else:
         w, w_scale = weight_values(w_ENK.transpose(1, 2).contiguous(), options)
     return _rows_gemm(
-        dy, dy_scale, w, w_scale, offsets, options, dy_RN.dtype, b_by_rows=two_dimensional
+        dy,
+        dy_scale,
+        w,
+        w_scale,
+        offsets,
+        options,
+        options.recipe.gradient,
+        dy_RN.dtype,
+        b_by_rows=two_dimensional,
     )
 
 
@@ -310,8 +323,10 @@ def weight_gradient(
 def rows_values(
     x_RK: Tensor, offsets: Tensor, options: Options, operand: OperandRecipe
 ) -> tuple[Tensor, GlobalScale]:
-    """FP16 values of x quantized along columns, and the experts' global scales [E]."""
+    """FP16 values of x quantized along columns, and the global scales: [E] or, per token, [R]."""
     x_RK = x_RK.contiguous()
+    if operand.amax_scope == "token":
+        return quantizer.quantize_token_values(operand, x_RK, options.generator)
     scale = _expert_scale(x_RK, offsets, operand, rht=None)
     rows = x_RK.shape[0]
     by_row = _of_rows(scale, offsets, rows)
@@ -426,6 +441,7 @@ def _rows_gemm(
     b_scale: GlobalScale,
     offsets: Tensor,
     options: Options,
+    operand: OperandRecipe,
     out_dtype: torch.dtype,
     *,
     b_by_rows: bool,
@@ -459,9 +475,10 @@ def _rows_gemm(
         BK=config.k,
         PROGRAMS=programs,
         GROUP=configs.GROUP_ROWS,
+        A_PER_ROW=operand.amax_scope == "token",
         B_BY_ROWS=b_by_rows,
         SPLIT=config.split_store,
-        EPILOGUE=_epilogue(options, options.recipe.activation, options.recipe.weight),
+        EPILOGUE=_epilogue(options, operand, options.recipe.weight),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **quantizer.unfused(),

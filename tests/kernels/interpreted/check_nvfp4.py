@@ -169,7 +169,7 @@ def test_grouped_gemm(recipe: str, decode_rows: int, monkeypatch: pytest.MonkeyP
     assert same(ours, ref)
 
 
-@pytest.mark.parametrize("recipe", ("te", "te-1d", "te-python"))
+@pytest.mark.parametrize("recipe", ("te", "te-1d", "te-python", "te-row-scaled", "pow2"))
 def test_grouped_linear_gives_the_reference_bits_in_all_three_gemms(recipe: str) -> None:
     base = RECIPES[recipe]
     rne = replace(base, gradient=replace(base.gradient, rounding="rne"))
@@ -184,6 +184,8 @@ def test_grouped_linear_gives_the_reference_bits_in_all_three_gemms(recipe: str)
         (grouped_linear.data_gradient, (dy, w)),
         (grouped_linear.weight_gradient, (dy, x)),
     )
+    if rne.activation.amax_scope == "token":
+        calls = calls[:2]  # an amax a token has no place in a sum over tokens
     for function, (first, second) in calls:
         ref, ours = (
             function(first, second, offsets, grouped_linear.Options(rne, impl), aligned=True)
