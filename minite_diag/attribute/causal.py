@@ -111,6 +111,13 @@ class Experiment:
             self._known[sites] = self.gap(result), result.patched
         return self._known[sites]
 
+    def measure_value(self, name: str, site: Site) -> dict[str, Any]:
+        """The gap with the baseline's own tensor at `site`, and all that is upstream of it."""
+        patch = Patch(self.baseline_id, sites=(str(site),))
+        result = self.runs.run("causal", Job(name, tuple(self.sequences), patch=(patch,)))
+        self.patched += result.patched
+        return self.gap(result)
+
     def gap(self, result: JobResult) -> dict[str, Any]:
         """The gap of one job against the baseline's stored log-probabilities."""
         prompts = {s.probe: s.prompt_length for s in self.sequences}
@@ -118,9 +125,17 @@ class Experiment:
 
 
 def measure_shares(
-    experiment: Experiment, num_layers: int, target_id: str, floor: float
+    experiment: Experiment,
+    num_layers: int,
+    target_id: str,
+    floor: float,
+    layer_outputs: Mapping[int, Site],
 ) -> dict[str, Any]:
-    """The causal record of one pair; `floor` is the noise of the engines themselves (mean_abs)."""
+    """The causal record of one pair.
+
+    `floor` is the noise of the engines themselves (mean_abs), `layer_outputs` the baseline's
+    captured layer outputs.
+    """
     born = with_routing(experiment.local.born())
     everything = frozenset(born)
     ops, layers = by_op(born), by_layers(born, num_layers)
@@ -132,6 +147,7 @@ def measure_shares(
         "ops": [],
         "layers": [],
         "prefix": [],
+        "upstream": [],
         "interaction_ops": None,
         "interaction_layers": None,
         "smallest": None,
@@ -148,6 +164,11 @@ def measure_shares(
         return record | {"verdict": "equal", "reason": "every log-probability is equal"}
     try:
         _fill(record, experiment, everything, ops, layers)
+        record["upstream"] = [
+            _upstream(experiment, layer, layer_outputs[layer], before)
+            for layer in last_of_ranges(num_layers)
+            if layer in layer_outputs
+        ]
     except BudgetSpent as spent:
         record["notes"].append(f"cut short: {spent}")
     record["patched"] = experiment.patched
@@ -194,6 +215,20 @@ def _fill(
         smallest(experiment, ops, record["ops"], before),
         smallest(experiment, layers, record["layers"], before),
     )
+
+
+def last_of_ranges(num_layers: int, ranges: int = LAYER_RANGES) -> list[int]:
+    """The last layer of each layer range."""
+    count = min(ranges, max(1, num_layers))
+    return [round(i * num_layers / count) - 1 for i in range(1, count + 1)]
+
+
+def _upstream(
+    experiment: Experiment, layer: int, site: Site, before: dict[str, Any]
+) -> dict[str, Any]:
+    """The gap that the ops after a layer make on the baseline's own hidden states."""
+    after = experiment.measure_value(f"value-of-layer-{layer}", site)
+    return {"upto": str(layer), "closed": closed(before, after), "gap": after}
 
 
 def _share(

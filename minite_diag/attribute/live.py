@@ -144,7 +144,7 @@ class _Attribution:
         from minite_diag.attribute.causal import Experiment, measure_shares
         from minite_diag.attribute.counterfactual import replay_routing
         from minite_diag.attribute.gap import stored_logprobs
-        from minite_diag.attribute.local_error import measure_local, patched_sites
+        from minite_diag.attribute.local_error import layer_outputs, measure_local, patched_sites
         from minite_diag.compare import Side
         from minite_diag.trace.store import Trace
 
@@ -182,7 +182,11 @@ class _Attribution:
                 self.found["routing"].append(routing)
             self.found["causal"].append(
                 measure_shares(
-                    experiment, self.plan.model.num_layers, target, self._floor(learner, target)
+                    experiment,
+                    self.plan.model.num_layers,
+                    target,
+                    self._floor(learner, target),
+                    layer_outputs(baseline, keys),
                 )
             )
         finally:

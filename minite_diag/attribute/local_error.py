@@ -84,6 +84,16 @@ def patched_sites(baseline: Side, keys: Iterable[SequenceKey]) -> tuple[str, ...
     return tuple(map(str, sorted(found)))
 
 
+def layer_outputs(baseline: Side, keys: Iterable[SequenceKey]) -> dict[int, Site]:
+    """The captured outputs of whole layers by index."""
+    return {
+        site.layer_index: site
+        for key in keys
+        for site in baseline.sites.get(key, {})
+        if site.kind == "output" and _LAYER_OUTPUT.match(site.fqn) and site.layer_index is not None
+    }
+
+
 def measure_local(
     runs: LiveRuns,
     baseline: Side,

@@ -62,6 +62,16 @@ def test_singles_and_interaction_add_up(found, pair):
     assert (causal["verdict"] == "inconclusive") is dominated
 
 
+@pytest.mark.parametrize("pair", ["hf-vllm", "te-vllm", "hf-te"])
+def test_hidden_states_of_the_baseline_leave_what_comes_after_them(found, pair):
+    """After the last layer only the final norm and lm_head can differ: vLLM's norm does not, where
+    it is handed the rounded sum."""
+    (causal,) = found(pair)["causal"]
+    assert [step["upto"] for step in causal["upstream"]] == [str(i) for i in range(LAYERS)]
+    assert causal["upstream"][-1]["gap"]["max_abs"] == 0.0
+    assert causal["upstream"][0]["gap"]["mean_abs"] > 0.0
+
+
 def test_bf16_vllm_is_born_in_four_kinds_of_ops(found):
     """As measured by replacing ops one by one: everything else is bitwise equal already."""
     born = {row["op"] for row in born_here(found("hf-vllm")["local"])}
