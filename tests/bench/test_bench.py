@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,8 @@ def test_functions_take_turns() -> None:
     found = median_seconds([lambda: seen.append("a"), lambda: seen.append("b")], 3)
     assert seen == ["a", "b"] * 3
     assert all(seconds > 0 for seconds in found)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, minite_diag.bench.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
