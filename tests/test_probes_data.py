@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tokenizers
 
 PROBES = Path(__file__).parent.parent / "probes"
 VOCAB = {"smollm2": 49152, "demo-moe": 288}
@@ -64,7 +65,6 @@ def test_default_texts_carry_no_ids_and_no_markers_of_one_model() -> None:
 
 
 def test_byte_ids_are_those_of_the_shipped_tokenizer(rebuild: ModuleType) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     folder = PROBES.parent / "minite_diag" / "checkpoints" / "demo_moe"
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     for row in records("demo-moe"):

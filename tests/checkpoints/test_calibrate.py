@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from minite_diag.checkpoints import calibrate, export, open_checkpoint, quantized_names
 from minite_diag.checkpoints.demo import open_demo_moe
 from minite_diag.errors import CheckpointError, UsageError
-
-transformers = pytest.importorskip("transformers")
 
 SEQUENCES = [[5, 9, 2, 40, 77, 31, 8], [90, 3, 3, 12]]
 TEXT = list(b"def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(i)\n")

