@@ -68,6 +68,23 @@ def compare(
     _show(rows, "bench compare", as_json)
 
 
+@app.command()
+def kernels(
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="quantizer, dense, moe or update; repeat. Default: all of them."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows on stdout.")] = False,
+) -> None:
+    """Every kernel on this machine's device against named peers, in one run."""
+    with _errors():
+        from minite_diag.bench.kernels import bench_kernels
+
+        rows = bench_kernels(device, name, _say)
+    _show(rows, "bench kernels", as_json)
+
+
 def _say(text: str) -> None:
     console = Console(stderr=True)
     console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
