@@ -19,6 +19,7 @@ from minite_diag.errors import MiniteDiagError
 
 BATCH_SIZES: Final = (2, 4, 8)
 CHUNK_TOKENS: Final = 16
+DECODE_BATCH: Final = 4
 CODES: Final = {
     "observer": "MD501",
     "repeat": "MD502",
@@ -27,6 +28,7 @@ CODES: Final = {
     "batch-8": "MD503",
     "chunked-prefill": "MD504",
     "prefill-decode": "MD505",
+    "batch-decode": "MD503",
 }
 """Leg -> cause where it is not an equality."""
 
@@ -64,6 +66,11 @@ class _Legs:
         yield self._row("repeat", self._repeat, "the same bare run again, in one process")
         if self.sampled:
             yield self._row("prefill-decode", self._decode, "its own samples scored by prefill")
+            yield self._row(
+                "batch-decode",
+                self._batch_decode,
+                f"decoded alone and in a batch of {DECODE_BATCH}",
+            )
         yield self._row(
             "chunked-prefill", self._chunked, f"prefill in chunks of {CHUNK_TOKENS} tokens"
         )
@@ -132,6 +139,36 @@ class _Legs:
         )
         return self.alone, found
 
+    def _batch_decode(self) -> tuple[Logprobs, Logprobs]:
+        """Alone and in a batch, from one seed; up to where the drawn tokens part."""
+        first = self.sampled[0]
+        tokens = len(first.token_ids) - first.prompt_length
+        prompts = [s for s in neighbours(self.score, DECODE_BATCH) if s.probe != first.probe]
+        found = [
+            self.runs.run(
+                "legs",
+                Job(
+                    f"decode-{action}",
+                    (first,),
+                    action=action,
+                    hooked=False,
+                    size=DECODE_BATCH,
+                    tokens=tokens,
+                    neighbours=tuple(prompts),
+                ),
+            ).scored[0]
+            for action in ("sample", "batch-sample")
+        ]
+        same = common_length(found[0].token_ids, found[1].token_ids)
+        one, other = (
+            {
+                key: {i: v for i, v in values.items() if i <= same}
+                for key, values in logprobs.items()
+            }
+            for logprobs in map(live_logprobs, ((found[0],), (found[1],)))
+        )
+        return one, other
+
     def _decode(self) -> tuple[Logprobs, Logprobs]:
         own = self.tokens[
             (self.tokens["source"] == self.runs.session.spec.id)
@@ -148,9 +185,16 @@ def neighbours(sequences: list[SequenceSpec], size: int) -> list[SequenceSpec]:
         for sequence in sequences:
             ids = sequence.token_ids[: max(2, len(sequence.token_ids) * (cut - 1) // cut)]
             probe = f"{sequence.probe}, first {len(ids)}"
-            found.append(SequenceSpec(sequence.mode, sequence.source, probe, ids, len(ids)))
+            prompt = min(sequence.prompt_length, len(ids))
+            found.append(SequenceSpec(sequence.mode, sequence.source, probe, ids, prompt))
         cut += 1
     return found
+
+
+def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The last position up to which two token lists are equal."""
+    parts = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return (min(len(one), len(other)) if parts is None else parts) - 1
 
 
 def noise_floor(legs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

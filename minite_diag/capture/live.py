@@ -23,7 +23,7 @@ from minite_diag.capture import runner
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
 from minite_diag.plan import EngineSpec, read_plan
 
-ACTIONS: Final = ("score", "batch", "chunked", "sample")
+ACTIONS: Final = ("score", "batch", "chunked", "sample", "batch-sample")
 LIVE_FOLDER: Final = "live"
 
 
@@ -59,7 +59,7 @@ class Job:
 
     `action` score: each sequence alone. batch: each sequence with `size` - 1 of `neighbours`, only
     its own result is kept. chunked: each in chunks of `size` tokens. sample: its prompt continued
-    by `size` tokens with `seed`. `hooked` jobs can `patch` and `record` (site globs; the trace is
+    by `tokens` tokens with `seed`. batch-sample: both. `hooked` jobs can `patch` and `record` (site globs; the trace is
     the result's `trace`); bare ones run the engine without any hook, so they come first.
     """
 
@@ -70,13 +70,15 @@ class Job:
     patch: tuple[Patch, ...] = ()
     record: tuple[str, ...] = ()
     size: int = 0
+    tokens: int = 0
     seed: int = 0
     neighbours: tuple[SequenceSpec, ...] = ()
 
     @property
     def forwards(self) -> int:
-        """Sequences that go through the model."""
-        return len(self.sequences) * (self.size if self.action == "batch" else 1)
+        """Sequences that go through the model; decoding one counts once for its prefill."""
+        batched = self.action in ("batch", "batch-sample")
+        return len(self.sequences) * (self.size if batched else 1)
 
     def to_json(self) -> str:
         """One line."""

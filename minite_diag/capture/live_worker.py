@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -69,6 +70,7 @@ class LiveEngine:
         writer = self._writer(job) if job.record else None
         patches = [Intervention(**dataclasses.asdict(patch)) for patch in job.patch]
         recorder.start(self._sources(patches), patches, job.record, writer)
+        done = False
         try:
             scored = self._run(job)
             recorder.stop()
@@ -77,10 +79,13 @@ class LiveEngine:
                     f"job {job.name!r} records more than {self.plan.capture.max_disk} bytes",
                     "raise --max-disk, or capture fewer --sites or --tokens",
                 )
+            done = True
         finally:
             recorder.active = False
             if writer is not None:
                 writer.close()
+                if not done:
+                    shutil.rmtree(writer.folder, ignore_errors=True)
         return JobResult(
             job.name,
             scored,
@@ -127,13 +132,19 @@ class LiveEngine:
         if job.action == "chunked":
             return self.engine.score_chunked(sequence, job.size)
         if job.action == "sample":
-            return self.engine.sample(sequence, job.size, job.seed)
+            return self.engine.sample(sequence, job.tokens, job.seed)
+        if job.action == "batch-sample":
+            batch = [sequence, *self._others(job, number)]
+            return self.engine.sample_batch(batch, job.tokens, job.seed)[0]
+        return self.engine.score_batch([sequence, *self._others(job, number)])[0]
+
+    def _others(self, job: Job, number: int) -> list[TokenSequence]:
+        """Neighbours of one sequence, other ones for each."""
         others = [_sequence(s) for s in job.neighbours if s != job.sequences[number]]
         if len(others) < job.size - 1:
             raise UsageError(f"job {job.name!r} has {len(others)} neighbours", "give more")
         first = number % len(others)
-        chosen = [*others[first:], *others[:first]][: job.size - 1]
-        return self.engine.score_batch([sequence, *chosen])[0]
+        return [*others[first:], *others[:first]][: job.size - 1]
 
 
 def _sequence(spec: SequenceSpec) -> TokenSequence:

@@ -135,6 +135,12 @@ class Engine(ABC):
         """As `score`, all sequences in one batch; raises EngineUnavailable if there is no batch."""
         raise EngineUnavailable(f"{self.name} scores one sequence at a time only")
 
+    def sample_batch(
+        self, sequences: Sequence[TokenSequence], num_tokens: int, seed: int
+    ) -> list[ScoredTokens]:
+        """As `sample`, all sequences in one batch; raises EngineUnavailable if there is none."""
+        raise EngineUnavailable(f"{self.name} samples one sequence at a time only")
+
     def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
         """As `score`, the prefill cut into chunks; raises EngineUnavailable if it can't be."""
         raise EngineUnavailable(f"{self.name} prefills a sequence as a whole only")

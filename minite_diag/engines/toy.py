@@ -308,6 +308,13 @@ class ToyEngine(Engine):
         with self._planted("depends_on_batch", len(sequences) > 1):
             return [self.score(sequence) for sequence in sequences]
 
+    def sample_batch(
+        self, sequences: Sequence[TokenSequence], num_tokens: int, seed: int
+    ) -> list[ScoredTokens]:
+        """One after the other, as `score_batch`."""
+        with self._planted("depends_on_batch", len(sequences) > 1):
+            return [self.sample(sequence, num_tokens, seed) for sequence in sequences]
+
     def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
         """The whole sequence is computed again for each chunk, whose rows are kept."""
         ids = list(sequence.token_ids)

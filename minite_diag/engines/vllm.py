@@ -278,21 +278,34 @@ class VllmEngine(Engine):
 
     def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
         """Continue the prompt at temperature 1 without truncation, with raw logprobs."""
+        return self.sample_batch([sequence], num_tokens, seed)[0]
+
+    def sample_batch(
+        self, sequences: Sequence[TokenSequence], num_tokens: int, seed: int
+    ) -> list[ScoredTokens]:
+        """Requests that are queued together, each with the same seed."""
         from vllm import SamplingParams
 
-        prompt = sequence.token_ids[: sequence.prompt_length]
-        top_k = self.plan.capture.top_k
+        prompts = [s.token_ids[: s.prompt_length] for s in sequences]
         params = SamplingParams(
             temperature=1.0,
             top_p=1.0,
             top_k=0,
-            seed=self._request_seed(len(prompt), seed),
+            seed=self._request_seed(max(map(len, prompts)), seed),
             ignore_eos=True,
             max_tokens=num_tokens,
-            logprobs=top_k,
+            logprobs=self.plan.capture.top_k,
             detokenize=False,
         )
-        completion = self._generate([(sequence, prompt)], params)[0].outputs[0]
+        outputs = self._generate(list(zip(sequences, prompts, strict=True)), params)
+        return [
+            self._sampled(sequence, output.outputs[0], num_tokens)
+            for sequence, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def _sampled(self, sequence: TokenSequence, completion: Any, num_tokens: int) -> ScoredTokens:
+        prompt = sequence.token_ids[: sequence.prompt_length]
+        top_k = self.plan.capture.top_k
         new = tuple(int(token) for token in completion.token_ids)
         if len(new) != num_tokens:
             raise EngineError(

@@ -28,7 +28,7 @@ LEGS = {
     "not_repeatable": {"repeat": "MD502"},
     # The captured decode had the hooks, the prefill that it is compared with has none.
     "sees_hooks": {"observer": "MD501", "prefill-decode": "MD505"},
-    "depends_on_batch": {"batch-2": "MD503", "batch-4": "MD503", "batch-8": "MD503"},
+    "depends_on_batch": dict.fromkeys(("batch-2", "batch-4", "batch-8", "batch-decode"), "MD503"),
     "depends_on_chunks": {"chunked-prefill": "MD504"},
     "decode_differs": {"prefill-decode": "MD505"},
 }

@@ -143,3 +143,5 @@ def test_the_legs_of_real_engines(found):
         row["leg"]: row for row in found("hf-vllm")["legs"] if row["engine"] == "sampler-vllm"
     }
     assert decode["prefill-decode"]["tokens"] == 5
+    assert decode["batch-decode"]["status"] == "measured"
+    assert 1 <= decode["batch-decode"]["tokens"] <= 6
