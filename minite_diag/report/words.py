@@ -94,13 +94,13 @@ def live_lines(live: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, sentence) of the live attribution of one pair."""
     lines = [("noise floor", noise(live["legs"]))]
     born = local_by_op(live["local"])
-    split = [o for o in born if o["bitwise"] < 1.0]
+    split = [o for o in born if o["split"]]
     if split:
         text = ", ".join(
             f"{o['op']} {number(o['error'])} ({o['split']} of {o['sites']} sites)" for o in split
         )
         lines.append(("born in", f"{text}; local error on the learner's own inputs"))
-    equal = [o["op"] for o in born if o["bitwise"] == 1.0]
+    equal = [o["op"] for o in born if not o["split"]]
     if equal:
         lines.append(("not in", f"{', '.join(equal)}: bitwise equal on equal inputs"))
     lines += [("causal", causal_text(causal)) for causal in live["causal"]]
@@ -138,7 +138,7 @@ def local_by_op(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "op": op,
                 "sites": len(found),
-                "split": sum(row["bitwise_local"] < 1.0 for row in found),
+                "split": sum(row["bitwise_local"] < 1.0 or row["error_local"] > 0 for row in found),
                 "error": worst["error_local"],
                 "site": f"{worst['site']}:{worst['kind']}",
                 "bitwise": min(row["bitwise_local"] for row in found),
