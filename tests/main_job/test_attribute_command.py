@@ -1,0 +1,89 @@
+"""`compare` names the cause of a planted fault, `attribute --live` where it is born, both in words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from command import minite
+
+
+def planted(fault: str, run: Path) -> dict[str, Any]:
+    done = minite(
+        "compare",
+        "--learner",
+        "toy",
+        "--sampler",
+        f"toy:fault={fault}",
+        "--model",
+        "demo-moe",
+        "--num-probes",
+        "2",
+        "--out",
+        str(run),
+        "--json",
+        "-q",
+        "--modes",
+        "score",
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["pairs"][0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "where"),
+    [
+        ("up_proj_gain", "MD304", "model.layers.1.mlp.up_proj"),
+        ("gate_up_swapped", "MD302", "model.layers.0.mlp.gate_proj"),
+        ("norm_cast_order", "MD201", "model.layers.1.input_layernorm"),
+        ("rope_table_bf16", "MD202", "model.layers.0.self_attn.q_rope"),
+    ],
+)
+def test_the_planted_cause_comes_first(tmp_path: Path, fault: str, code: str, where: str) -> None:
+    causes = planted(fault, tmp_path / "run")["causes"]
+    assert (causes[0]["code"], causes[0]["where"]) == (code, where), causes
+    table = pd.read_parquet(tmp_path / "run" / "attribution.parquet")
+    assert code in set(table["code"])
+
+
+def test_a_clean_pair_has_no_cause(tmp_path: Path) -> None:
+    done = minite(
+        "compare",
+        "--learner",
+        "toy",
+        "--sampler",
+        "toy",
+        "--model",
+        "demo-moe",
+        "--num-probes",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+        "--json",
+        "-q",
+    )
+    (pair,) = json.loads(done.stdout)["pairs"]
+    assert pair["causes"] == []
+
+
+def test_live_attribution_reaches_the_summary_and_the_report(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    planted("norm_cast_order", run)
+    done = minite("attribute", str(run), "--live", "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    live = json.loads(done.stdout)["live"]
+    assert live["forwards"]["total"] <= 60
+    born = {row["site"] for row in live["local"] if row["bitwise_local"] < 1.0}
+    assert born == {"model.layers.1.input_layernorm"}
+    assert "born in" in done.stderr
+    assert "norm" in done.stderr.split("born in")[1].splitlines()[0]
+    assert "Where the gap is born" in (run / "report.html").read_text()
+    rows = pd.read_parquet(run / "attribution.parquet")
+    assert {"leg", "local", "causal-ops"} <= set(rows["analysis"])
+
+
+def test_explain_lists_and_shows_pages() -> None:
+    assert "MD102  weight scales cover another tile" in minite("explain").stdout
+    assert "NVTE_NVFP4_DISABLE_2D_QUANTIZATION" in minite("explain", "md102").stdout
+    assert "did you mean" in minite("explain", "MD10Z").stderr
