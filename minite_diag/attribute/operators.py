@@ -67,10 +67,7 @@ def inputs_of(fqn: str, kind: str, has_qk_norm: bool) -> list[tuple[str, str]]:
 def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
     """One finding per op class that split bits although all that it read was equal."""
     score = rows[(rows["status"] == "compared") & (rows["mode"] == "score")]
-    equal = {
-        (row.probe, row.fqn, row.kind): row.bitwise_fraction == 1.0
-        for row in score.itertuples(index=False)
-    }
+    equal = {(row.probe, row.fqn, row.kind): _same(row) for row in score.itertuples(index=False)}
     has_qk_norm = bool(score["fqn"].str.endswith(".q_norm").any())
     static = rows[(rows["mode"] == "static") & (rows["status"] == "compared")]
     unequal_weights = set(static[static["bitwise_fraction"] < 1.0]["fqn"])
@@ -78,13 +75,18 @@ def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
     splits = [
         row
         for row in score.itertuples(index=False)
-        if row.bitwise_fraction < 1.0
+        if not _same(row)
         and (op := op_of(row.fqn, row.kind)) is not None
         and not (op == "linear" and row.fqn in quantized)
         and row.fqn not in unequal_weights
         and _all_equal(equal, row, has_qk_norm)
     ]
     return list(_by_op(splits, basis))
+
+
+def _same(row: Any) -> bool:
+    """Equal numbers: bits alone are compared on the coarser dtype's grid."""
+    return bool(row.bitwise_fraction == 1.0 and not row.max_abs_diff > 0.0)
 
 
 def _all_equal(equal: dict[tuple[str, str, str], bool], row: Any, has_qk_norm: bool) -> bool:
@@ -121,7 +123,7 @@ def logprob_finding(rows: pd.DataFrame, logprobs: pd.DataFrame, basis: str) -> l
     logits = rows[
         (rows["kind"] == "logits") & (rows["mode"] == "score") & (rows["status"] == "compared")
     ]
-    equal = set(logits[logits["bitwise_fraction"] == 1.0]["probe"])
+    equal = {row.probe for row in logits.itertuples(index=False) if _same(row)}
     score = logprobs[(logprobs["mode"] == "score") & logprobs["probe"].isin(equal)]
     difference = (score["baseline_logprob"] - score["target_logprob"]).abs()
     if not (difference > 0.0).any():
