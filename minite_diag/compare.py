@@ -23,7 +23,7 @@ from minite_diag.site import Site
 from minite_diag.trace.schema import COMPARISON, LOGPROBS, TableWriter
 from minite_diag.trace.store import Trace
 
-__all__ = ["Side", "compare", "compare_logprobs", "compare_sites", "invisible_reason", "pairs_of"]
+__all__ = ["Side", "compare", "compare_logprobs", "compare_sites", "invisible_reason"]
 
 COMPARISON_FILE: Final = "comparison.parquet"
 LOGPROBS_FILE: Final = "logprobs.parquet"
@@ -45,7 +45,7 @@ def compare(run: Path, out: Path | None = None) -> None:
         for spec in plan.engines
         if _is_usable(run, spec.id)
     }
-    pairs = [(usable[a], usable[b]) for a, b in pairs_of(plan) if a in usable and b in usable]
+    pairs = [(usable[a], usable[b]) for a, b in plan.pairs if a in usable and b in usable]
     with one_thread():
         with TableWriter(out / COMPARISON_FILE, COMPARISON) as table:
             for baseline, target in pairs:
@@ -66,14 +66,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def pairs_of(plan: Plan) -> list[tuple[str, str]]:
-    """(baseline, target) ids: learner with each sampler, then the samplers pairwise."""
-    samplers = [spec.id for spec in plan.samplers]
-    pairs = [(plan.learner.id, sampler) for sampler in samplers]
-    pairs += [(a, b) for i, a in enumerate(samplers) for b in samplers[i + 1 :]]
-    return pairs
 
 
 def _is_usable(run: Path, engine_id: str) -> bool:

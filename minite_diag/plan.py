@@ -7,6 +7,7 @@ needs nothing but the run directory to do its part.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,13 @@ class Plan:
     def samplers(self) -> tuple[EngineSpec, ...]:
         """The samplers, in the order asked for."""
         return tuple(spec for spec in self.engines if spec.role == "sampler")
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """(baseline, target) ids: learner with each sampler, then the samplers pairwise."""
+        samplers = [spec.id for spec in self.samplers]
+        pairs = [(self.learner.id, sampler) for sampler in samplers]
+        return pairs + list(itertools.combinations(samplers, 2))
 
     def to_json(self) -> str:
         """Stable, indented JSON."""

@@ -30,7 +30,7 @@ import pandas as pd
 from minite_diag.attribute.first_divergence import first_divergence
 from minite_diag.attribute.record import read_attribution
 from minite_diag.logprobs import logprob_summary
-from minite_diag.plan import Plan, read_plan
+from minite_diag.plan import read_plan
 from minite_diag.trace.manifest import read_manifests
 from minite_diag.trace.schema import COMPARISON, LOGPROBS, read_table
 
@@ -49,7 +49,7 @@ def summarize(run: Path) -> dict[str, Any]:
     by_id = {engine["id"]: engine for engine in engines}
     pairs = [
         _pair(by_id[baseline], by_id[target], _of(comparison, key), _of(logprobs, key))
-        for key in _pair_ids(plan)
+        for key in plan.pairs
         for baseline, target in [key]
         if len(_of(logprobs, key)) or len(_of(comparison, key))
     ]
@@ -114,12 +114,6 @@ def _add_causes(pair: dict[str, Any], attribution: dict[str, Any] | None) -> Non
             for name in ("local", "causal", "routing")
         }
         pair["live"]["legs"] = [leg for leg in live["legs"] if leg["engine"] in ends]
-
-
-def _pair_ids(plan: Plan) -> list[tuple[str, str]]:
-    samplers = [spec.id for spec in plan.samplers]
-    pairs = [(plan.learner.id, sampler) for sampler in samplers]
-    return pairs + [(a, b) for i, a in enumerate(samplers) for b in samplers[i + 1 :]]
 
 
 def _of(frame: pd.DataFrame, key: tuple[str, str]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from minite_diag.attribute.record import ATTRIBUTION_JSON
 from minite_diag.attribute.routing import routing_findings, routing_layers
 from minite_diag.attribute.weights import weight_findings
 from minite_diag.capture.runner import Report
-from minite_diag.compare import Side, pairs_of
+from minite_diag.compare import Side
 from minite_diag.plan import Plan, read_plan
 from minite_diag.trace.schema import ATTRIBUTION, COMPARISON, LOGPROBS, read_table, write_table
 from minite_diag.trace.store import Trace
@@ -48,7 +48,7 @@ def attribute(
     }
     pairs = [
         _pair(plan, sides[a], sides[b], _of(comparison, a, b), _of(logprobs, a, b))
-        for a, b in pairs_of(plan)
+        for a, b in plan.pairs
         if a in sides and b in sides
     ]
     result: dict[str, Any] = {"schema": ATTRIBUTION_SCHEMA, "pairs": pairs, "live": None}

@@ -22,7 +22,7 @@ import torch
 
 from minite_diag.bench.measurement import Measurement, median_seconds
 from minite_diag.canonical.names import SequenceKey
-from minite_diag.compare import compare, one_thread, pairs_of
+from minite_diag.compare import compare, one_thread
 from minite_diag.compare_site import SequencePair, Side, Unpaired, paired_tensors
 from minite_diag.errors import TraceError
 from minite_diag.plan import Plan, read_plan
@@ -60,7 +60,7 @@ def bench_compare(
 ) -> list[Measurement]:
     """Measure the compare stage on a captured run; `peer` is where sglang was installed to."""
     plan = read_plan(run)
-    baseline_id, target_id = pairs_of(plan)[0]
+    baseline_id, target_id = plan.pairs[0]
     folders = [run / "traces" / name for name in (baseline_id, target_id)]
     with tempfile.TemporaryDirectory(prefix="minite-bench-") as name:
         scratch = Path(name)
@@ -83,8 +83,8 @@ def _against_read(
     _read_all(files)  # the page cache is warm from here on
     ours, read = median_seconds([lambda: compare(run, scratch), lambda: _read_all(files)], repeats)
     what = f"{nbytes / 1e6:.1f} MB, page cache warm, median of {repeats}"
-    if len(pairs_of(plan)) > 1:
-        what += f", {len(pairs_of(plan))} pairs of engines"
+    if len(plan.pairs) > 1:
+        what += f", {len(plan.pairs)} pairs of engines"
     return [
         Measurement("plain read", read, "s", detail=what),
         Measurement("compare stage", ours, "s", "plain read", ours / read, what),

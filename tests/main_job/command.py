@@ -1,9 +1,11 @@
 """Running the command line as a user does."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,3 +21,26 @@ def minite(
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         timeout=1200,
     )
+
+
+def planted(fault: str, run: Path) -> dict[str, Any]:
+    """The compared pair of a clean toy and one with a planted fault."""
+    done = minite(
+        "compare",
+        "--learner",
+        "toy",
+        "--sampler",
+        f"toy:fault={fault}",
+        "--model",
+        "demo-moe",
+        "--num-probes",
+        "2",
+        "--out",
+        str(run),
+        "--json",
+        "-q",
+        "--modes",
+        "score",
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["pairs"][0]

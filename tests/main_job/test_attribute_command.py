@@ -2,33 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-from command import minite
-
-
-def planted(fault: str, run: Path) -> dict[str, Any]:
-    done = minite(
-        "compare",
-        "--learner",
-        "toy",
-        "--sampler",
-        f"toy:fault={fault}",
-        "--model",
-        "demo-moe",
-        "--num-probes",
-        "2",
-        "--out",
-        str(run),
-        "--json",
-        "-q",
-        "--modes",
-        "score",
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["pairs"][0]
+from command import minite, planted
 
 
 @pytest.mark.parametrize(

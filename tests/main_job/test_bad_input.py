@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from command import ROOT, minite
+from command import ROOT, minite, planted
 
 TOY = (
     "compare",
@@ -264,28 +263,6 @@ def test_help_and_version_are_light() -> None:
     assert minite("--version").stdout.startswith("minite-diag ")
 
 
-def planted(fault: str, tmp_path: Path) -> dict[str, Any]:
-    done = minite(
-        "compare",
-        "--learner",
-        "toy",
-        "--sampler",
-        f"toy:fault={fault}",
-        "--model",
-        "demo-moe",
-        "--num-probes",
-        "2",
-        "--out",
-        str(tmp_path / "run"),
-        "--json",
-        "-q",
-        "--modes",
-        "score",
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["pairs"][0]
-
-
 @pytest.mark.parametrize(
     ("fault", "site", "weights_equal"),
     [
@@ -299,7 +276,7 @@ def planted(fault: str, tmp_path: Path) -> dict[str, Any]:
 def test_the_first_split_is_where_the_fault_was_planted(
     tmp_path: Path, fault: str, site: str, weights_equal: bool | None
 ) -> None:
-    pair = planted(fault, tmp_path)
+    pair = planted(fault, tmp_path / "run")
     first = pair["first_divergence"]
     assert first["site"] == site
     assert first["weights_equal"] is weights_equal
