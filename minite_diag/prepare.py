@@ -49,8 +49,15 @@ SHIPPED_PROBES: Final = {"demo": "smollm2", "demo-moe": "demo-moe"}
 HIGH_PRECISION_ENGINES: Final = frozenset({"te", "hf"})
 """Engines that load the BF16 master weights and quantize (or don't) by themselves."""
 
+OWN_CHECKPOINT: Final = "checkpoint"
+OWN_ALIGNMENTS: Final = "align"
+"""Options of any engine that the plan uses up: another checkpoint folder for this engine alone, and
+alignments of this engine alone, joined by `+`."""
+
 REQUEST_FILE: Final = "request.json"
 AS_STORED: Final = "as in the checkpoint"
+
+_PLAN_OPTIONS: Final = frozenset({OWN_CHECKPOINT, OWN_ALIGNMENTS})
 
 Say = Callable[[str], None]
 
@@ -151,7 +158,7 @@ def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
         master = exported = checkpoint
         if quantized and any(_loads_export(engine) for engine in asked):
             exported = _export(request, checkpoint, quantized, probes, cache, say)
-    engines = _engines(request, master, exported)
+    engines = _engines(request, master, exported, cache)
     plan = Plan(
         model=_model_ref(checkpoint),
         engines=engines,
@@ -230,9 +237,27 @@ def with_alignments(request: CompareRequest) -> CompareRequest:
     )
 
 
+def _own_alignments(engine: EngineRequest) -> tuple[str, ...]:
+    """The alignments that this engine alone was asked for."""
+    asked = engine.options.get(OWN_ALIGNMENTS, "")
+    names = resolve_alignments([name for name in asked.split("+") if name])
+    for name in names:
+        if application(name, engine.name) is None:
+            raise UsageError(
+                f"alignment {name!r} does nothing in {engine.name}",
+                f"it knows {', '.join(known_alignments()[name].engines)}",
+            )
+        if known_alignments()[name].export:
+            raise UsageError(
+                f"alignment {name!r} changes the export, which all engines share",
+                f"give it as --align {name}",
+            )
+    return names
+
+
 def _aligned_engine(engine: EngineRequest, names: Sequence[str]) -> EngineRequest:
     options = dict(engine.options)
-    for name in names:
+    for name in (*names, *_own_alignments(engine)):
         found = application(name, engine.name)
         options |= found.options if found else {}
     return EngineRequest(engine.name, options)
@@ -340,12 +365,16 @@ def _layout(name: str) -> Layout:
 
 
 def _engines(
-    request: CompareRequest, master: Checkpoint, exported: Checkpoint
+    request: CompareRequest, master: Checkpoint, exported: Checkpoint, cache: Path
 ) -> tuple[EngineSpec, ...]:
     asked = [("learner", request.learner), *(("sampler", s) for s in request.samplers)]
     specs: list[EngineSpec] = []
     for role, engine in asked:
         loaded = exported if _loads_export(engine) else master
+        if OWN_CHECKPOINT in engine.options:
+            loaded = _own_checkpoint(engine, master, cache)
+        names = (*request.align, *_own_alignments(engine))
+        options = {k: v for k, v in engine.options.items() if k not in _PLAN_OPTIONS}
         base = f"{role}-{engine.name}"
         taken = sum(spec.id == base or spec.id.startswith(f"{base}-") for spec in specs)
         specs.append(
@@ -356,11 +385,26 @@ def _engines(
                 python=request.pythons.get(engine.name, sys.executable),
                 checkpoint=str(loaded.path),
                 checkpoint_format=loaded.format,
-                options=dict(engine.options),
-                align=tuple(n for n in request.align if application(n, engine.name)),
+                options=options,
+                align=tuple(
+                    n for n in known_alignments() if n in names and application(n, engine.name)
+                ),
             )
         )
     return tuple(specs)
+
+
+def _own_checkpoint(engine: EngineRequest, master: Checkpoint, cache: Path) -> Checkpoint:
+    """What the engine loads instead: the same model in another state, such as a stale refit."""
+    found = resolve(engine.options[OWN_CHECKPOINT], cache)
+    for what in ("architecture", "num_layers", "vocab_size"):
+        mine, other = getattr(master, what), getattr(found, what)
+        if mine != other:
+            raise UsageError(
+                f"{found.path} is another model than {master.path}: {what} {other}, not {mine}",
+                "give a checkpoint of the same architecture",
+            )
+    return found
 
 
 def _model_ref(checkpoint: Checkpoint) -> ModelRef:

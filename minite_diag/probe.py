@@ -115,6 +115,11 @@ def _parse_line(
                 f"{where}: text, but the checkpoint has no tokenizer", "give token_ids instead"
             )
         token_ids = encode(text)
+        if text and not token_ids:
+            raise CheckpointError(
+                f"{where}: the checkpoint's tokenizer gives no token for this text",
+                "the folder has no vocabulary: add the tokenizer's files, or give token_ids",
+            )
     if not isinstance(token_ids, list) or not all(type(i) is int for i in token_ids):
         raise CheckpointError(f"{where}: token_ids is not a list of integers", "correct the line")
     outside = [i for i in token_ids if not 0 <= i < vocab_size]

@@ -21,6 +21,7 @@ KINDS: Final = (
     "weight_codes",
     "weight_block_scale",
     "weight_global_decode_scale",
+    "bias",
     "act_codes",
     "act_block_scale",
     "act_global_decode_scale",
@@ -32,7 +33,7 @@ KINDS: Final = (
 """Tensor kinds, in the order in which one module produces them."""
 
 STATIC_KINDS: Final = frozenset(
-    {"weight", "weight_codes", "weight_block_scale", "weight_global_decode_scale"}
+    {"weight", "weight_codes", "weight_block_scale", "weight_global_decode_scale", "bias"}
 )
 """Kinds that don't depend on tokens: captured once per engine."""
 

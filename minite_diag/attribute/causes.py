@@ -58,6 +58,8 @@ CAUSES: Final = {
         Cause("MD303", "attention heads are permuted"),
         Cause("MD304", "one part of a fused module is off by a factor"),
         Cause("MD305", "bias is missing or different"),
+        Cause("MD306", "lm_head is tied to the embedding on one side only"),
+        Cause("MD307", "model configs differ"),
         Cause("MD401", "log-probabilities of another temperature"),
         Cause("MD402", "log-probabilities are shifted by a token"),
         Cause("MD403", "log-probabilities, not logits, were divided by the temperature"),
@@ -69,6 +71,7 @@ CAUSES: Final = {
         Cause("MD503", "the result depends on the rest of the batch"),
         Cause("MD504", "the result depends on how the prompt is chunked"),
         Cause("MD505", "decode differs from prefill"),
+        Cause("MD506", "decode reads a cache of an earlier request or state"),
         Cause("MD601", "tokens are routed to other experts"),
     )
 }

@@ -14,8 +14,8 @@ import pandas as pd
 
 from minite_diag.attribute.gap import Key, live_logprobs, paired, stored_logprobs
 from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns
-from minite_diag.capture.live import Job, SequenceSpec
-from minite_diag.errors import MiniteDiagError
+from minite_diag.capture.live import Job, Scored, SequenceSpec
+from minite_diag.errors import EngineUnavailable, MiniteDiagError
 
 BATCH_SIZES: Final = (2, 4, 8)
 CHUNK_TOKENS: Final = 16
@@ -29,6 +29,7 @@ CODES: Final = {
     "chunked-prefill": "MD504",
     "prefill-decode": "MD505",
     "batch-decode": "MD503",
+    "decode-again": "MD506",
 }
 """Leg -> cause where it is not an equality."""
 
@@ -40,12 +41,13 @@ def measure_legs(
     tokens: pd.DataFrame,
     score: list[SequenceSpec],
     sampled: list[SequenceSpec],
+    seed: int,
 ) -> list[dict[str, Any]]:
-    """One row per leg; `tokens` are the engine's stored ones, `sampled` what it generated.
+    """One row per leg; `tokens` are the engine's stored ones, `sampled` what it drew with `seed`.
 
     The session must be fresh: bare jobs run before the engine is hooked.
     """
-    return list(_Legs(runs, tokens, score, sampled).rows())
+    return list(_Legs(runs, tokens, score, sampled, seed).rows())
 
 
 class _Legs:
@@ -55,10 +57,12 @@ class _Legs:
         tokens: pd.DataFrame,
         score: list[SequenceSpec],
         sampled: list[SequenceSpec],
+        seed: int,
     ) -> None:
-        self.runs, self.tokens = runs, tokens
+        self.runs, self.tokens, self.seed = runs, tokens, seed
         self.score, self.sampled = score, sampled
         self.alone: Logprobs = {}
+        self.decoded: Scored | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Run and compare, the cheap legs first."""
@@ -70,6 +74,11 @@ class _Legs:
                 "batch-decode",
                 self._batch_decode,
                 f"decoded alone and in a batch of {DECODE_BATCH}",
+            )
+            yield self._row(
+                "decode-again",
+                self._decode_again,
+                "its first request again, after the others: caches hold other requests",
             )
         yield self._row(
             "chunked-prefill", self._chunked, f"prefill in chunks of {CHUNK_TOKENS} tokens"
@@ -154,20 +163,25 @@ class _Legs:
                     hooked=False,
                     size=DECODE_BATCH,
                     tokens=tokens,
+                    seed=self.seed,
                     neighbours=tuple(prompts),
                 ),
             ).scored[0]
             for action in ("sample", "batch-sample")
         ]
-        same = common_length(found[0].token_ids, found[1].token_ids)
-        one, other = (
-            {
-                key: {i: v for i, v in values.items() if i <= same}
-                for key, values in logprobs.items()
-            }
-            for logprobs in map(live_logprobs, ((found[0],), (found[1],)))
+        self.decoded = found[0]
+        return _up_to_where_they_part(*found)
+
+    def _decode_again(self) -> tuple[Logprobs, Logprobs]:
+        """The first decoding of this process against the same request in the used engine."""
+        if self.decoded is None:
+            raise EngineUnavailable("the request was not decoded before")
+        first = self.sampled[0]
+        tokens = len(first.token_ids) - first.prompt_length
+        job = Job(
+            "decode-again", (first,), action="sample", hooked=False, tokens=tokens, seed=self.seed
         )
-        return one, other
+        return _up_to_where_they_part(self.decoded, self.runs.run("legs", job).scored[0])
 
     def _decode(self) -> tuple[Logprobs, Logprobs]:
         own = self.tokens[
@@ -189,6 +203,15 @@ def neighbours(sequences: list[SequenceSpec], size: int) -> list[SequenceSpec]:
             found.append(SequenceSpec(sequence.mode, sequence.source, probe, ids, prompt))
         cut += 1
     return found
+
+
+def _up_to_where_they_part(one: Scored, other: Scored) -> tuple[Logprobs, Logprobs]:
+    same = common_length(one.token_ids, other.token_ids)
+    found = [
+        {key: {i: v for i, v in values.items() if i <= same} for key, values in logprobs.items()}
+        for logprobs in (live_logprobs((one,)), live_logprobs((other,)))
+    ]
+    return found[0], found[1]
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:

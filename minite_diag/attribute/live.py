@@ -130,7 +130,9 @@ class _Attribution:
         if not score:
             self._skip("legs", engine, "the run has no teacher-forced probe of this engine")
             return
-        rows = measure_legs(runs, tokens, self._sequences(score), self._sequences(own))
+        rows = measure_legs(
+            runs, tokens, self._sequences(score), self._sequences(own), self.plan.seed
+        )
         self.found["legs"] += rows
         self.found["noise"] = noise_floor(self.found["legs"])
         for row in rows:

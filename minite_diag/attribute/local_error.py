@@ -63,9 +63,8 @@ def op_class(site: Site) -> str | None:
         name = site.fqn.rpartition(".")[2]
         if name in ("q_norm", "k_norm"):
             return None
-        if site.expert_index is not None and name == "down_proj":
-            return "activation"
-        return "residual" if "norm" in name else None
+        if "norm" in name:
+            return "residual"
     return op_of(site.fqn, site.kind)
 
 

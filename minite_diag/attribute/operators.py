@@ -15,13 +15,17 @@ import pandas as pd
 from minite_diag.attribute.causes import OPS
 from minite_diag.attribute.finding import Finding
 
+_EXPERT_DOWN: Final = re.compile(r"(.*\.experts\.\d+)\.down_proj$")
+"""An expert's activation has no module of its own: what it gives is what down_proj takes."""
 _ATTENTION: Final = re.compile(r"(.*\.self_attn)\.(attn|q_rope|k_rope)$")
 
 
 def op_of(fqn: str, kind: str) -> str | None:
     """The op class that produces a site; None for sites that nothing produces."""
     name = fqn.rpartition(".")[2]
-    if kind == "input" or kind.startswith(("act_", "weight")):
+    if kind == "input" and _EXPERT_DOWN.match(fqn):
+        return "activation"
+    if kind == "input" or kind.startswith(("act_", "weight", "bias")):
         return None
     if fqn == "lm_head" or kind == "logits":
         return "lm_head"
@@ -52,6 +56,9 @@ def inputs_of(fqn: str, kind: str, has_qk_norm: bool) -> list[tuple[str, str]]:
             return [(part, "output") for part in parts]
         source = f"{name[0]}_norm" if has_qk_norm else f"{name[0]}_proj"
         return [(f"{attention}.{source}", "output")]
+    expert = _EXPERT_DOWN.match(fqn)
+    if expert and kind == "input":
+        return [(f"{expert[1]}.{part}", "output") for part in ("gate_proj", "up_proj")]
     if fqn.endswith(".act_fn"):
         mlp = fqn.removesuffix(".act_fn")
         return [(f"{mlp}.gate_proj", "output"), (f"{mlp}.up_proj", "output")]
@@ -71,6 +78,8 @@ def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
     has_qk_norm = bool(score["fqn"].str.endswith(".q_norm").any())
     static = rows[(rows["mode"] == "static") & (rows["status"] == "compared")]
     unequal_weights = set(static[static["bitwise_fraction"] < 1.0]["fqn"])
+    # A bias that one side doesn't have: the rows of a tensor that only one trace holds.
+    unequal_weights |= set(rows[(rows["kind"] == "bias") & (rows["status"] == "skipped")]["fqn"])
     quantized = set(rows[rows["kind"] == "weight_codes"]["fqn"])
     splits = [
         row

@@ -69,6 +69,23 @@ def preflight(logprobs: pd.DataFrame, learner: Side, sampler_id: str) -> list[Hi
     return sorted((hit for hit in hits if hit.closed >= MIN_CLOSED), key=lambda hit: -hit.closed)
 
 
+def other_tokens(learner: Side, sampler: Side) -> list[Hit]:
+    """MD406: positions where the two sides scored other tokens; they are in no other figure."""
+    where = ["mode", "source", "probe", "position"]
+    both = learner.trace.tokens.merge(sampler.trace.tokens, on=where, suffixes=("_x", "_y"))
+    different = both[both["token_id_x"] != both["token_id_y"]]
+    if not len(different):
+        return []
+    first = different.sort_values(where, kind="stable").iloc[0]
+    share = len(different) / len(both)
+    text = (
+        f"{share:.1%} of the tokens differ: the first is token {first['position']} of "
+        f"{first['probe']} ({first['token_id_x']} in {learner.trace.id}, {first['token_id_y']} in "
+        f"{sampler.trace.id})"
+    )
+    return [Hit("MD406", share, share, len(both), text)]
+
+
 def _gap(x: Vector, y: Vector) -> float:
     return float(np.abs(x - y).mean())
 
@@ -120,7 +137,9 @@ def _distribution(rows: pd.DataFrame, learner: Side) -> Iterator[Hit]:
     def at_temperature(value: float) -> Vector:
         return (logits / value).log_softmax(-1).gather(1, tokens[:, None])[:, 0].numpy()
 
-    best = min(TEMPERATURES, key=lambda t: _gap(at_temperature(float(t)), y))
+    best = _refined(
+        min(TEMPERATURES, key=lambda t: _gap(at_temperature(float(t)), y)), at_temperature, y
+    )
     if abs(float(best) - 1.0) > 0.02:
         yield Hit(
             "MD401",
@@ -135,6 +154,17 @@ def _distribution(rows: pd.DataFrame, learner: Side) -> Iterator[Hit]:
         ("MD404", "top-p", TOP_PS, _mass_of_top_p),
     ):
         yield from _renormalized(base, y, gap, ordered, (code, name), values, kept)
+
+
+def _refined(coarse: float, fit: Callable[[float], Vector], y: Vector) -> float:
+    """The best value between the neighbours of a coarse one, by golden-section search."""
+    ratio = float(TEMPERATURES[1] / TEMPERATURES[0])
+    low, high = coarse / ratio, coarse * ratio
+    golden = (5**0.5 - 1) / 2
+    for _ in range(24):
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, b) if _gap(fit(a), y) < _gap(fit(b), y) else (a, high)
+    return (low + high) / 2
 
 
 def _renormalized(

@@ -17,7 +17,7 @@ import pandas as pd
 from minite_diag.attribute.contract import Contract, contract_findings
 from minite_diag.attribute.finding import Finding
 from minite_diag.attribute.operators import logprob_finding, operator_findings
-from minite_diag.attribute.preflight import preflight
+from minite_diag.attribute.preflight import other_tokens, preflight
 from minite_diag.attribute.record import ATTRIBUTION_JSON
 from minite_diag.attribute.routing import routing_findings, routing_layers
 from minite_diag.attribute.weights import weight_findings
@@ -67,7 +67,7 @@ def _of(frame: pd.DataFrame, baseline: str, target: str) -> pd.DataFrame:
 def _pair(
     plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame, logprobs: pd.DataFrame
 ) -> dict[str, Any]:
-    hits = preflight(logprobs, learner, sampler.trace.id)
+    hits = [*other_tokens(learner, sampler), *preflight(logprobs, learner, sampler.trace.id)]
     basis = "modelled" if _is_modelled(learner, sampler) else "native"
     contract, sides = contract_findings(plan, learner, sampler, rows)
     layers = routing_layers(learner, sampler)
@@ -76,7 +76,8 @@ def _pair(
         *weight_findings(plan, learner, sampler, rows),
         *sorted(contract, key=_effect, reverse=True),
         *operator_findings(rows, basis),
-        *logprob_finding(rows, logprobs, basis),
+        # A semantic hit says already why log-probabilities differ on equal logits.
+        *(() if hits else logprob_finding(rows, logprobs, basis)),
         *routing_findings(layers, basis),
     ]
     return {

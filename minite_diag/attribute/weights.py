@@ -6,9 +6,10 @@ sides' quantization recipes explain are not reported here; a gain is measured ag
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 import torch
@@ -17,7 +18,9 @@ from minite_diag.attribute.finding import Finding
 from minite_diag.canonical.names import STATIC
 from minite_diag.canonical.scales import unpack
 from minite_diag.checkpoints import read_tensor
+from minite_diag.checkpoints.reader import read_json
 from minite_diag.compare import Side
+from minite_diag.errors import CheckpointError
 from minite_diag.metrics import is_bitwise_equal
 from minite_diag.plan import Plan
 from minite_diag.site import Site
@@ -28,14 +31,92 @@ GAIN: Final = 0.02
 UNLIKE: Final = 0.5
 """Relative L2 difference from the master above which the weight is another weight."""
 
+INERT_KEYS: Final = frozenset(
+    {
+        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+        *("quantization_config", "attention_dropout", "router_aux_loss_coef"),
+        *("output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
+    }
+)
+"""Keys of config.json that change no bit of a forward pass."""
+
 
 def weight_findings(plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame) -> list[Finding]:
     """Findings of one pair."""
-    found = [*_high_precision(learner, sampler, rows)]
+    found = [*_high_precision(learner, sampler, rows), *_biases(learner, sampler, rows)]
     if not plan.model.format.startswith("nvfp4"):
         for side in (learner, sampler):
             found += list(_against_master(plan, side))
-    return found
+    return [*config_findings(plan, learner, sampler), *_merged(found)]
+
+
+def _merged(findings: list[Finding]) -> list[Finding]:
+    """One finding for each cause: the first site's, with the list of all."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.code, []).append(finding)
+    merged = []
+    for first, *rest in groups.values():
+        sites = [first.where, *(finding.where for finding in rest)]
+        merged.append(
+            dataclasses.replace(
+                first,
+                text=first.text + (f"; and {len(rest)} more" if rest else ""),
+                evidence={**first.evidence, "sites": sites},
+            )
+        )
+    return merged
+
+
+def config_findings(plan: Plan, learner: Side, sampler: Side) -> Iterator[Finding]:
+    """MD307: the two checkpoints' config.json differ in a key that changes what is computed."""
+    mine, theirs = (_config(plan, side) for side in (learner, sampler))
+    keys = sorted((mine.keys() | theirs.keys()) - INERT_KEYS)
+    different = {k: (mine.get(k), theirs.get(k)) for k in keys if mine.get(k) != theirs.get(k)}
+    if different:
+        said = "; ".join(f"{k}: learner {a!r}, sampler {b!r}" for k, (a, b) in different.items())
+        yield Finding(
+            "MD307", "config.json", said, {"keys": {k: list(v) for k, v in different.items()}}
+        )
+
+
+def _config(plan: Plan, side: Side) -> dict[str, Any]:
+    """The config of the checkpoint that an engine loaded; empty for an engine without one."""
+    folder = plan.engine(side.trace.id).checkpoint
+    try:
+        return dict(read_json(Path(folder) / "config.json")) if folder else {}
+    except CheckpointError:
+        return {}
+
+
+def _biases(learner: Side, sampler: Side, rows: pd.DataFrame) -> Iterator[Finding]:
+    for row in rows[rows["kind"] == "bias"].itertuples(index=False):
+        site = Site(row.fqn, "bias")
+        sides = [side for side in (learner, sampler) if site in side.sites.get(STATIC, {})]
+        if row.status == "compared" and row.bitwise_fraction < 1.0:
+            text = f"{1 - row.bitwise_fraction:.1%} of the elements differ"
+            evidence = {"rel_l2": row.rel_l2, "bitwise_fraction": row.bitwise_fraction}
+            yield Finding("MD305", row.fqn, f"bias of {row.fqn}: {text}", evidence)
+        elif row.status == "skipped" and len(sides) == 1:
+            found = sides[0].read(STATIC, site)
+            if found is None or not found.tensor.any():
+                continue
+            absent = sampler if sides[0] is learner else learner
+            evidence = {"max_abs": float(found.tensor.abs().max())}
+            text = f"{row.fqn} has a bias in {sides[0].trace.id} and none in {absent.trace.id}"
+            yield Finding("MD305", row.fqn, text, evidence)
+
+
+def _head_is_stale(learner: Side, sampler: Side) -> bool:
+    """Whether the learner ties lm_head to the embedding and the sampler holds an older head."""
+    embedding = Site("model.embed_tokens", "weight")
+
+    def tied(side: Side) -> bool | None:
+        one, other = side.read(STATIC, embedding), side.read(STATIC, Site("lm_head", "weight"))
+        return None if one is None or other is None else is_bitwise_equal(one.tensor, other.tensor)
+
+    return tied(learner) is True and tied(sampler) is False
 
 
 def _high_precision(learner: Side, sampler: Side, rows: pd.DataFrame) -> Iterator[Finding]:
@@ -49,6 +130,8 @@ def _high_precision(learner: Side, sampler: Side, rows: pd.DataFrame) -> Iterato
         if x is None or y is None:
             continue
         code, text = _what_happened(row.fqn, x.tensor, y.tensor, sampler)
+        if code == "MD301" and row.fqn == "lm_head" and _head_is_stale(learner, sampler):
+            code, text = "MD306", f"tied to the embedding in {learner.trace.id} only; {text}"
         evidence = {"rel_l2": row.rel_l2, "bitwise_fraction": row.bitwise_fraction}
         yield Finding(code, row.fqn, f"{row.fqn}: {text}", evidence)
 

@@ -13,7 +13,7 @@ import torch
 from minite_diag.engines.base import Part
 from minite_diag.errors import TraceError
 
-SPLIT_FIRST: Final = frozenset({"weight", "weight_codes", "weight_block_scale"})
+SPLIT_FIRST: Final = frozenset({"weight", "weight_codes", "weight_block_scale", "bias"})
 """Kinds whose dim 0 (after the expert dim) are output features."""
 SPLIT_LAST: Final = frozenset({"output"})
 """Kinds whose last dim are output features."""

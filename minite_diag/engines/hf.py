@@ -7,6 +7,7 @@ weights are one fused tensor, so nothing that runs is replaced.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -148,7 +149,9 @@ class HfEngine(Engine):
         _observe_attention(self.model, self.attention, recorder)
 
     def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
-        weight = getattr(module, "weight", None)
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if isinstance(bias, torch.Tensor):
+            recorder.static(name, "bias", bias)
         if isinstance(weight, torch.Tensor):
             recorder.static(name, "weight", weight)
         elif _is_experts(module):
@@ -418,9 +421,15 @@ def _observe_attention(model: Any, implementation: str, recorder: Recorder) -> N
     """Record q and k after RoPE and the attention output through the attention registry."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if implementation == "eager":
-        return
-    native = ALL_ATTENTION_FUNCTIONS[implementation]
+    modeling = importlib.import_module(type(model).__module__)
+    # Eager attention is a function of the model's own module until someone registers another.
+    own = getattr(modeling, "eager_attention_forward", None) if implementation == "eager" else None
+    native = own or ALL_ATTENTION_FUNCTIONS.get(implementation)
+    if native is None:
+        raise EngineError(
+            f"{modeling.__name__} has no attention function called {implementation!r}",
+            "choose another with the option attention=",
+        )
     names = {
         id(module): name for name, module in model.named_modules() if hasattr(module, "layer_idx")
     }

@@ -140,7 +140,10 @@ class TeEngine(HfEngine):
     def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         if isinstance(module, TeRefExperts):
             module.write_unquantized(recorder)
-        elif not isinstance(module, TeRefLinear):
+        elif isinstance(module, TeRefLinear):
+            if module.bias_value is not None:
+                recorder.static(name, "bias", module.bias_value)
+        else:
             super()._write_weights(name, module, recorder)
 
     def _observe_module(self, name: str, module: nn.Module, recorder: Recorder) -> None:
@@ -215,14 +218,6 @@ class QuantizedSite:
             None if per_call else rows,
             per_call=per_call,
         )
-
-
-def sum_slots(slots_TKH: torch.Tensor) -> torch.Tensor:
-    """FP32 [T, k, H] -> [T, H], added in slot order."""
-    total = slots_TKH[:, 0]
-    for slot in range(1, slots_TKH.shape[1]):
-        total = total + slots_TKH[:, slot]
-    return total
 
 
 class TeRefLinear(nn.Linear):
@@ -339,7 +334,7 @@ class TeRefExperts(nn.Module):
                 else:
                     out_TH.index_add_(0, tokens, (y * weight).to(out_TH.dtype))
         if self.combine_in_slot_order:
-            out_TH = sum_slots(slots_TKH).to(hidden_states.dtype)
+            out_TH = combine_slots(slots_TKH).to(hidden_states.dtype)
         return self._pass_on(self.name, "output", out_TH, None)
 
     def _expert(self, expert: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ It reads no checkpoint; only the vocabulary size is the model's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -244,6 +245,8 @@ FAULTS: Final[dict[str, Callable[[Any], None]]] = {
 
 RUN_FAULTS: Final = (
     "temperature",
+    "retokenized",
+    "stale_cache",
     "not_repeatable",
     "sees_hooks",
     "depends_on_batch",
@@ -266,6 +269,7 @@ class ToyEngine(Engine):
             raise UsageError(f"toy has no fault {fault!r}", f"one of: {', '.join(known)}")
         self.fault = fault
         self.passes = 0
+        self.requests = 0
         self.dtype = getattr(torch, plan.dtype)
         self.top_k = plan.capture.top_k
         torch.manual_seed(WEIGHT_SEED)
@@ -289,6 +293,8 @@ class ToyEngine(Engine):
         for name, module in self.model.named_modules():
             if isinstance(module, (nn.Linear, ToyNorm, nn.Embedding)):
                 recorder.static(name, "weight", module.weight)
+                if isinstance(getattr(module, "bias", None), torch.Tensor):
+                    recorder.static(name, "bias", module.bias)  # type: ignore[arg-type]
                 attach(
                     module,
                     name,
@@ -301,6 +307,9 @@ class ToyEngine(Engine):
 
     def score(self, sequence: TokenSequence) -> ScoredTokens:
         """One forward pass."""
+        if self.fault == "retokenized":
+            ids = sequence.token_ids
+            sequence = dataclasses.replace(sequence, token_ids=(*ids[:-1], ids[-1] ^ 1))
         return self._score(sequence, ("prefill",) * len(sequence.token_ids))
 
     def score_batch(self, sequences: Sequence[TokenSequence]) -> list[ScoredTokens]:
@@ -334,7 +343,9 @@ class ToyEngine(Engine):
         prompt = sequence.prompt_length
         whole = TokenSequence("sample", sequence.source, sequence.probe, tuple(ids), prompt)
         phases = ("prefill",) * (prompt + 1) + ("decode",) * (num_tokens - 1)
-        with self._planted("decode_differs", True):
+        self.requests += 1
+        stale = self._planted("stale_cache", self.requests > 1)
+        with self._planted("decode_differs", True), stale:
             return self._score(whole, phases)
 
     @contextlib.contextmanager

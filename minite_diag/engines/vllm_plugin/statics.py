@@ -20,6 +20,8 @@ from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot
 def write(model: nn.Module, snapshot: WeightSnapshot, recorder: Recorder) -> None:
     """Record every static tensor of the model."""
     for name, module in linear_modules(model):
+        if isinstance(getattr(module, "bias", None), torch.Tensor):
+            recorder.static(name, "bias", module.bias.data)  # type: ignore[arg-type, union-attr]
         if is_nvfp4(module):
             _write_nvfp4(name, module, snapshot, recorder)
         elif recorder.wants(name, "weight"):

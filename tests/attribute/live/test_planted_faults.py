@@ -3,6 +3,7 @@
 import pytest
 
 from minite_diag.attribute.local_error import born_here
+from minite_diag.attribute.stage import attribute
 from minite_diag.engines.toy import FAULTS, RUN_FAULTS
 
 WHERE = {
@@ -31,12 +32,18 @@ LEGS = {
     "depends_on_batch": dict.fromkeys(("batch-2", "batch-4", "batch-8", "batch-decode"), "MD503"),
     "depends_on_chunks": {"chunked-prefill": "MD504"},
     "decode_differs": {"prefill-decode": "MD505"},
+    # The second request was captured stale, and so is every one after the first of a process.
+    "stale_cache": {
+        "decode-again": "MD506",
+        "prefill-decode": "MD505",
+        "batch-decode": "MD503",
+    },
 }
 
 
 def test_every_fault_has_a_test():
     assert set(WHERE) == set(FAULTS)
-    assert {*LEGS, "temperature"} == set(RUN_FAULTS)
+    assert {*LEGS, "temperature", "retokenized"} == set(RUN_FAULTS)
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))
@@ -124,6 +131,16 @@ def test_log_probabilities_of_another_temperature_are_no_op_s_error(toy):
     (causal,) = found["causal"]
     assert causal["verdict"] == "inconclusive"
     assert causal["gap_all"]["mean_abs"] == causal["gap"]["mean_abs"] > 0.0
+
+
+def test_other_tokens_are_found_before_any_verdict(toy):
+    run, _ = toy("retokenized")
+    (pair,) = attribute(run, lambda *_: None)["pairs"]
+    assert not pair["comparable"]
+    finding = pair["findings"][0]
+    assert (finding["code"], finding["evidence"]["value"]) == ("MD406", 2 / 136)
+    # The last token of each of two scored probes; sampled ones and their scoring agree.
+    assert "token 41 of p0" in finding["text"]
 
 
 def test_the_budget_bounds_the_forwards_and_says_what_it_cut(toy):
