@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from minite_diag.checkpoints import (
 )
 from minite_diag.checkpoints.stored import LAYOUTS, Layout
 from minite_diag.engines.registry import check_engine_name
+from minite_diag.environments import engine_python
 from minite_diag.errors import CheckpointError, TraceError, UsageError
 from minite_diag.plan import (
     CaptureSpec,
@@ -382,7 +382,7 @@ def _engines(
                 id=f"{base}-{taken + 1}" if taken else base,
                 role=role,
                 engine=engine.name,
-                python=request.pythons.get(engine.name, sys.executable),
+                python=request.pythons.get(engine.name) or engine_python(engine.name),
                 checkpoint=str(loaded.path),
                 checkpoint_format=loaded.format,
                 options=options,

@@ -19,6 +19,7 @@ BUILT_IN: Final = {
     "te": "minite_diag.engines.te:TeEngine",
     "hf": "minite_diag.engines.hf:HfEngine",
     "vllm": "minite_diag.engines.vllm:VllmEngine",
+    "sglang": "minite_diag.engines.sglang:SglangEngine",
     "toy": "minite_diag.engines.toy:ToyEngine",
 }
 
