@@ -17,6 +17,7 @@ from minite_diag.attribute.finding import Finding
 
 _EXPERT_DOWN: Final = re.compile(r"(.*\.experts\.\d+)\.down_proj$")
 """An expert's activation has no module of its own: what it gives is what down_proj takes."""
+_INSIDE_EXPERTS: Final = re.compile(r"(.*\.experts)\.\d+\.")
 _ATTENTION: Final = re.compile(r"(.*\.self_attn)\.(attn|q_rope|k_rope)$")
 
 
@@ -81,6 +82,11 @@ def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
     # A bias that one side doesn't have: the rows of a tensor that only one trace holds.
     unequal_weights |= set(rows[(rows["kind"] == "bias") & (rows["status"] == "skipped")]["fqn"])
     quantized = set(rows[rows["kind"] == "weight_codes"]["fqn"])
+    unequal_inside = {
+        (row.probe, match[1])
+        for row in score.itertuples(index=False)
+        if not _same(row) and (match := _INSIDE_EXPERTS.match(row.fqn))
+    }
     splits = [
         row
         for row in score.itertuples(index=False)
@@ -88,6 +94,8 @@ def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
         and (op := op_of(row.fqn, row.kind)) is not None
         and not (op == "linear" and row.fqn in quantized)
         and row.fqn not in unequal_weights
+        # What an expert computes is blamed on its own ops where they are seen.
+        and not (op == "experts" and (row.probe, row.fqn) in unequal_inside)
         and _all_equal(equal, row, has_qk_norm)
     ]
     return list(_by_op(splits, basis))
