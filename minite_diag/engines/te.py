@@ -27,6 +27,7 @@ from minite_diag.engines.hf import OPTIONS, HfEngine, _is_experts
 from minite_diag.errors import EngineUnavailable, UsageError
 from minite_diag.plan import EngineSpec, Plan
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
+from minite_kernels.nvfp4.grouped_gemm import combine_slots
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from minite_diag.errors import EngineUnavailable
+from minite_kernels.nvfp4.grouped_gemm import combine_slots
 
 COMBINE_IN_SLOT_ORDER = False
 """Set by the alignment `experts`: round each expert's output, add the slots in order in FP32."""
@@ -299,9 +300,6 @@ def run_experts(
             down_RH = down_RH.float() * topk_weights_TK[rows, slots, None]
         slots_TKH[rows, slots] = down_RH.to(slot_dtype)
     if COMBINE_IN_SLOT_ORDER:
-        total_TH = slots_TKH[:, 0]
-        for slot in range(1, slots_TKH.shape[1]):
-            total_TH = total_TH + slots_TKH[:, slot]
-        output_TH.copy_(total_TH)
+        output_TH.copy_(combine_slots(slots_TKH))
     else:
         output_TH.copy_(slots_TKH.sum(dim=1))

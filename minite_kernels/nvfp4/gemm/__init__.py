@@ -14,11 +14,14 @@ from minite_kernels.dispatch import Impl, beyond_device, select
 from minite_kernels.nvfp4.gemm import _ref
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue, add_bias
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
-from minite_kernels.nvfp4.quantize import beyond_triton, decoded_values, dequantize, quantize
+from minite_kernels.nvfp4.quantize import decoded_values, dequantize, quantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 #: The Triton GEMMs read operands through TMA.
 HOPPER = 9
+#: Why recipes whose engine multiplies dequantized operands have no Triton GEMM: its bits are those
+#: of the engine's own BF16 matmul, which is torch's.
+DEQUANTIZED = "dequantized operands are multiplied by torch"
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 __all__ = ["PreparedOperand", "accumulate", "gemm", "linear", "prepare"]
@@ -66,14 +69,14 @@ def linear(
     """Quantize x [M, K] under w's recipe and multiply by w [N, K]: [M, N], by default in x's dtype.
 
     Promise: the bits of ``gemm(quantize(x, recipe), w)``; ``triton`` keeps x's codes decoded between
-    its two kernels instead of packing them. ``amax`` or ``global_encode_scale`` as in ``quantize``.
+    its two kernels instead of packing them, and refuses recipes that multiply dequantized operands.
+    ``amax`` or ``global_encode_scale`` as in ``quantize``.
     """
     prepared = prepare(w)
     recipe, dtype = prepared.q.recipe, out_dtype or x_MK.dtype
-    obstacle = beyond_device(x_MK.device, HOPPER) or beyond_triton(recipe.activation, x_MK)
-    limits = {"triton": obstacle}
+    limits = {"triton": beyond_device(x_MK.device, HOPPER)}
     if recipe.gemm.operands == "dequantized":
-        limits["triton"] = "dequantized operands are multiplied by torch"
+        limits["triton"] = DEQUANTIZED
     module = select("linear", __name__, impl, x_MK.device, limits)
     if module is _ref:
         q = quantize(x_MK, recipe, amax=amax, global_encode_scale=global_encode_scale, impl="ref")

@@ -43,7 +43,8 @@ STATISTICS = {
 
 @triton.jit
 def _decode_kernel(q_ptr, s_ptr, out_ptr, M, K, BM: tl.constexpr, BK: tl.constexpr):
-    """Packed codes [M, K/2] and scales [M, K/16] -> q*s in FP16 [M, K]."""
+    """Packed codes [M, K/2] and scales [M, B] -> q*s in FP16 [M, 16 * B], B = ceil(K/16)."""
+    blocks = tl.cdiv(K, 16)
     columns = tl.cdiv(K, BK)
     rows = (tl.program_id(0) // columns) * BM + tl.arange(0, BM)
     start = (tl.program_id(0) % columns) * BK
@@ -55,13 +56,12 @@ def _decode_kernel(q_ptr, s_ptr, out_ptr, M, K, BM: tl.constexpr, BK: tl.constex
     packed = tl.load(
         q_ptr + wide * (K // 2) + p[None, :], mask=inside & (p < K // 2)[None, :], other=0
     ).to(tl.int32)
-    s = tl.load(
-        s_ptr + wide * (K // 16) + n[None, :], mask=inside & (n < K // 16)[None, :], other=0.0
-    )
+    s = tl.load(s_ptr + wide * blocks + n[None, :], mask=inside & (n < blocks)[None, :], other=0.0)
     value = tl.join(decode_e2m1(packed & 15), decode_e2m1((packed >> 4) & 15))
     value = tl.reshape(value, (BM, BK // 16, 16)) * s.to(tl.float32)[:, :, None]
     value = tl.reshape(value, (BM, BK)).to(tl.float16)
-    tl.store(out_ptr + wide * K + k[None, :], value, mask=inside & (k < K)[None, :])
+    mask = inside & (k < blocks * 16)[None, :]
+    tl.store(out_ptr + wide * (blocks * 16) + k[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -379,8 +379,8 @@ def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
 
 def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
     """[M, N] from a decoded in FP16 [M, K]; few rows read packed weights, many decoded ones."""
-    m, k = a_MK.shape
-    n = b.q.shape[0]
+    m = a_MK.shape[0]
+    n, k = b.q.shape
     out = torch.empty(m, n, dtype=epilogue.out_dtype, device=a_MK.device)
     if m == 0 or n == 0:
         return out
@@ -402,11 +402,9 @@ def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
 
 
 def decode_values(q: Nvfp4Tensor) -> Tensor:
-    """q*s in FP16 [M, K], exact."""
+    """q*s in FP16, exact: [M, 16 * ceil(K/16)], zeros beyond K."""
     m, k = q.shape
-    if k % 16:
-        raise ValueError(f"the Triton GEMM takes K % 16 == 0, got {k}; use impl='ref'")
-    out = torch.empty(m, k, dtype=torch.float16, device=q.device)
+    out = torch.empty(m, triton.cdiv(k, 16) * 16, dtype=torch.float16, device=q.device)
     if m:
         grid = (triton.cdiv(m, 8) * triton.cdiv(k, 512),)
         _decode_kernel[grid](q.codes, q.block_scale, out, m, k, BM=8, BK=512, num_warps=4)

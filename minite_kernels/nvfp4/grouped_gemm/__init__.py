@@ -8,7 +8,6 @@ slots are summed in slot order, whatever the routing.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from minite_kernels.dispatch import Impl, beyond_device, select
-from minite_kernels.nvfp4.gemm import HOPPER
+from minite_kernels.nvfp4.gemm import DEQUANTIZED, HOPPER
 from minite_kernels.nvfp4.gemm.operand import PreparedOperand
 from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
-from minite_kernels.nvfp4.quantize import amax_of, beyond_triton, decoded_values, quantize
+from minite_kernels.nvfp4.quantize import decoded_values, quantize
 from minite_kernels.nvfp4.recipe import Recipe, Role, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
@@ -28,6 +27,7 @@ __all__ = [
     "ExpertOperands",
     "Routing",
     "combine",
+    "combine_slots",
     "experts_linear",
     "gather",
     "grouped_gemm",
@@ -143,19 +143,20 @@ def quantize_grouped(
     if operand.amax_scope != "token":
         if amax is None and operand.amax_scope == "static":
             raise ValueError(f"recipe {recipe.name!r} has static scales: pass amax=, one an expert")
-        rows = amax_per_expert(x_RK, offsets, recipe, role) if amax is None else amax
+        rows = amax_per_expert(x_RK, offsets, recipe, role, impl=impl) if amax is None else amax
         amax = rows[expert_of_row(offsets, x_RK.shape[0])]
     if amax is not None and amax.numel() == 1:
         amax = amax.reshape(())
     return quantize(x_RK, recipe, role=role, amax=amax, impl=impl, generator=generator)
 
 
-def amax_per_expert(x_RK: Tensor, offsets: Tensor, recipe: Recipe, role: Role) -> Tensor:
+def amax_per_expert(
+    x_RK: Tensor, offsets: Tensor, recipe: Recipe | str, role: Role, *, impl: Impl = "auto"
+) -> Tensor:
     """FP32 [E]: amax of each expert's rows, 0 for an expert without tokens."""
-    bounds = offsets.tolist()
-    spans = itertools.pairwise(bounds)
-    tensor_scope = [amax_of(x_RK[start:stop], recipe, role=role) for start, stop in spans]
-    return torch.stack(tensor_scope)
+    module = select("amax_per_expert", __name__, impl, x_RK.device)
+    out: Tensor = module.amax_per_expert(x_RK, offsets, get_recipe(recipe).operand(role))
+    return out
 
 
 def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
@@ -184,7 +185,8 @@ def grouped_gemm(
     if offsets.numel() != len(b) + 1:
         raise ValueError(f"{len(b)} experts need {len(b) + 1} offsets, got {offsets.numel()}")
     experts = b if isinstance(b, ExpertOperands) else ExpertOperands(b)
-    limits = {"triton": beyond_device(a.device, HOPPER)}
+    dequantized = a.recipe.gemm.operands == "dequantized"
+    limits = {"triton": DEQUANTIZED if dequantized else beyond_device(a.device, HOPPER)}
     module = select("grouped_gemm", __name__, impl, a.device, limits)
     out: Tensor = module.grouped_gemm(a, experts, offsets, out_dtype, rows)
     return out
@@ -207,8 +209,7 @@ def experts_linear(
     recipe, dtype = b.first.recipe, out_dtype or x_MK.dtype
     if recipe.activation.amax_scope != "token":
         raise ValueError(f"recipe {recipe.name!r} scales activations by expert: quantize_grouped")
-    obstacle = beyond_device(x_MK.device, HOPPER) or beyond_triton(recipe.activation, x_MK)
-    limits = {"triton": obstacle}
+    limits = {"triton": beyond_device(x_MK.device, HOPPER)}
     module = select("experts_linear", __name__, impl, x_MK.device, limits)
     if module.__name__.endswith("_ref"):
         q = quantize(x_MK, recipe, impl="ref")
@@ -233,6 +234,21 @@ def combine(
     """
     out: Tensor = _Combine.apply(y_RN, topk_weights_TS, routing, out_dtype or y_RN.dtype, impl)
     return out
+
+
+def combine_slots(y_TSN: Tensor, topk_weights_TS: Tensor | None = None) -> Tensor:
+    """Sum of each token's slots that are already in place: FP32 [T, N] in ``combine``'s order.
+
+    ``y_TSN`` is [T, S, N]; without ``topk_weights_TS`` the slots are weighted already. Promise: the
+    bits of ``combine`` before its final cast, on every device; the sum is torch's elementwise ops.
+    """
+    y = y_TSN.to(torch.float32)
+    if topk_weights_TS is not None:
+        y = y * topk_weights_TS.to(torch.float32)[..., None]
+    total = y[:, 0]
+    for slot in range(1, y.shape[1]):
+        total = total + y[:, slot]
+    return total
 
 
 class _Combine(torch.autograd.Function):

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from minite_kernels.nvfp4.gemm import gemm
+from minite_kernels.nvfp4.grouped_gemm import combine_slots
 from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
+from minite_kernels.nvfp4.quantize._ref import max_magnitude
+from minite_kernels.nvfp4.recipe import OperandRecipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 
@@ -32,6 +35,13 @@ def grouped_gemm(
     return out
 
 
+def amax_per_expert(x_RK: Tensor, offsets: Tensor, operand: OperandRecipe) -> Tensor:
+    """FP32 [E]: one reduction an expert."""
+    spans = itertools.pairwise(offsets.tolist())
+    maxima = [max_magnitude(operand, x_RK[start:stop], (0, 1)) for start, stop in spans]
+    return torch.stack(maxima)
+
+
 def gather(x_TK: Tensor, order: Tensor, slots: int) -> Tensor:
     """[R, K]: the token of each routed row, zeros where order is -1."""
     rows = x_TK[order.clamp(min=0) // slots]
@@ -40,13 +50,8 @@ def gather(x_TK: Tensor, order: Tensor, slots: int) -> Tensor:
 
 def combine(y_RN: Tensor, place: Tensor, weights_TS: Tensor, out_dtype: torch.dtype) -> Tensor:
     """[T, N]: weighted sum in slot order."""
-    tokens, slots = weights_TS.shape
-    by_slot = y_RN[place].view(tokens, slots, y_RN.shape[1])
-    weights = weights_TS.to(torch.float32)
-    total = by_slot[:, 0].to(torch.float32) * weights[:, :1]
-    for slot in range(1, slots):
-        total = total + by_slot[:, slot].to(torch.float32) * weights[:, slot : slot + 1]
-    return total.to(out_dtype)
+    by_slot = y_RN[place].view(*weights_TS.shape, y_RN.shape[1])
+    return combine_slots(by_slot, weights_TS).to(out_dtype)
 
 
 def combine_backward(

@@ -19,8 +19,15 @@ from minite_kernels.nvfp4.gemm import _triton as dense
 from minite_kernels.nvfp4.gemm import configs
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue
 from minite_kernels.nvfp4.grouped_gemm.operand import ExpertOperands
+from minite_kernels.nvfp4.quantize import _triton as quantizer
 from minite_kernels.nvfp4.quantize._triton import unfused
+from minite_kernels.nvfp4.recipe import OperandRecipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
+
+_larger = quantizer._larger
+_load_piece = quantizer._load_piece
+_max_magnitude = quantizer._max_magnitude
+_row_amax = quantizer._row_amax
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,6 +75,41 @@ def tiles(offsets: Tensor, rows: int, tile_rows: int) -> Tiles:
         BT=64,
     )
     return Tiles(out[0], out[1])
+
+
+@triton.jit
+def _row_amax_kernel(x_ptr, out_ptr, K, stride, NAN_SPREADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Amax of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = row + tl.arange(0, 1)
+    inside = rows >= 0
+    amax = _row_amax(
+        _load_piece(x_ptr, rows, inside, 0, K, stride, BLOCK), 0, K, NAN_SPREADS, BLOCK
+    )
+    for column in range(BLOCK, K, BLOCK):
+        x = _load_piece(x_ptr, rows, inside, column, K, stride, BLOCK)
+        amax = _larger(amax, _row_amax(x, column, K, NAN_SPREADS, BLOCK), NAN_SPREADS)
+    tl.store(out_ptr + rows, amax)
+
+
+@triton.jit
+def _expert_amax_kernel(
+    part_ptr, offsets_ptr, out_ptr, NAN_SPREADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Amax of one expert's rows from those of its rows; 0 without rows."""
+    expert = tl.program_id(0)
+    first = tl.load(offsets_ptr + expert).to(tl.int32)
+    last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    known = tl.zeros((BLOCK,), tl.int32)
+    for start in range(first, last, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        part = tl.load(part_ptr + i, mask=i < last, other=0.0)
+        largest = _larger(largest, part, NAN_SPREADS)
+        known = tl.maximum(known, ((part == part) & (i < last)).to(tl.int32))
+    amax = _max_magnitude(largest, 0, NAN_SPREADS)
+    nothing_known = (tl.max(known, 0) == 0) & (last > first)
+    tl.store(out_ptr + expert, tl.where(nothing_known, float("nan"), amax))
 
 
 @triton.jit
@@ -121,6 +163,20 @@ def _gather_kernel(x_ptr, order_ptr, out_ptr, K, SLOTS: tl.constexpr, BLOCK: tl.
     inside = (k < K) & (slot >= 0)
     x = tl.load(x_ptr + (slot // SLOTS) * K + k, mask=inside, other=0.0)
     tl.store(out_ptr + row * K + k, x, mask=k < K)
+
+
+def amax_per_expert(x_RK: Tensor, offsets: Tensor, operand: OperandRecipe) -> Tensor:
+    """FP32 [E]: two launches, nothing waits for the device."""
+    rows, k = x_RK.shape
+    x_RK = x_RK if x_RK.stride(1) == 1 else x_RK.contiguous()
+    part = torch.zeros(max(1, rows), dtype=torch.float32, device=x_RK.device)
+    out = torch.empty(offsets.numel() - 1, dtype=torch.float32, device=x_RK.device)
+    spreads = operand.nan_amax == "propagate"
+    if rows:
+        block = min(2048, triton.next_power_of_2(k))
+        _row_amax_kernel[(rows,)](x_RK, part, k, x_RK.stride(0), NAN_SPREADS=spreads, BLOCK=block)
+    _expert_amax_kernel[(out.numel(),)](part, offsets, out, NAN_SPREADS=spreads, BLOCK=256)
+    return out
 
 
 def gather(x_TK: Tensor, order: Tensor, slots: int) -> Tensor:
@@ -269,7 +325,7 @@ def _launch_decoded(
         if arguments["A_PER_ROW"]:
             arguments = arguments | {"a_statistic_ptr": arguments["a_statistic_ptr"][rows]}
     listed = tiles(offsets, out.shape[0], config.rows)
-    n, k = b.first.shape
+    n, k = b.first.shape[0], values.shape[1]
     count = listed.expert.numel() * triton.cdiv(n, config.columns)
     device = values.device
     decoded = b.stacked("decoded_fp16", dense.decode_values).flatten(0, 1)

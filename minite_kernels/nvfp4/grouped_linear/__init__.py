@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from minite_kernels.dispatch import Impl, beyond_device, select
-from minite_kernels.nvfp4.gemm import HOPPER
-from minite_kernels.nvfp4.recipe import AmaxScope, OperandRecipe, Recipe, Role
+from minite_kernels.nvfp4.gemm import DEQUANTIZED, HOPPER
+from minite_kernels.nvfp4.recipe import Recipe
 
 __all__ = [
     "ALIGNMENT",
@@ -64,7 +64,7 @@ def forward(
     ``aligned`` promises that every offset is a multiple of ``ALIGNMENT`` (nothing is checked: that
     would wait for the device); without it only ``ref`` runs.
     """
-    module = _select(options, x_RK, w_ENK, aligned, by_row=("activation",), whole=("weight",))
+    module = _select(options, x_RK, w_ENK, aligned)
     out: Tensor = module.forward(
         x_RK, w_ENK, offsets, options, input_amax, out_dtype or x_RK.dtype, prepared
     )
@@ -76,7 +76,7 @@ def prepare_weight(x_RK: Tensor, w_ENK: Tensor, options: Options, *, aligned: bo
 
     ``x_RK`` is the layer's input, which decides the implementation; the result is opaque.
     """
-    module = _select(options, x_RK, w_ENK, aligned, by_row=("activation",), whole=("weight",))
+    module = _select(options, x_RK, w_ENK, aligned)
     return module.prepare_weight(w_ENK, options)
 
 
@@ -90,7 +90,7 @@ def data_gradient(
     aligned: bool = False,
 ) -> Tensor:
     """Compute dX [R, K] in the dtype of dy."""
-    module = _select(options, dy_RN, w_ENK, aligned, by_row=("gradient",), whole=("weight",))
+    module = _select(options, dy_RN, w_ENK, aligned)
     out: Tensor = module.data_gradient(dy_RN, w_ENK, offsets, options, prepared)
     return out
 
@@ -105,44 +105,27 @@ def weight_gradient(
     aligned: bool = False,
 ) -> Tensor:
     """Compute dW [E, N, K]; an expert without rows gets zeros."""
-    module = _select(options, dy_RN, x_RK, aligned, by_row=(), whole=("gradient", "activation"))
+    module = _select(options, dy_RN, x_RK, aligned)
     out: Tensor = module.weight_gradient(dy_RN, x_RK, offsets, options, out_dtype)
     return out
 
 
-def _select(
-    options: Options,
-    a: Tensor,
-    b: Tensor,
-    aligned: bool,
-    *,
-    by_row: tuple[Role, ...],
-    whole: tuple[Role, ...],
-) -> ModuleType:
-    """Module that runs one GEMM of operands in these roles, quantized by row or per expert."""
+def _select(options: Options, a: Tensor, b: Tensor, aligned: bool) -> ModuleType:
+    """Module that runs one GEMM of these operands."""
     obstacle: str | None = "rows of experts are not aligned"
     if aligned:
         obstacle = beyond_device(a.device, HOPPER) or _beyond_triton(a, b)
-        for role in (*by_row, *whole):
-            scopes: tuple[AmaxScope, ...] = ("tensor", "none")
-            scopes += ("token",) if role in by_row else ()
-            obstacle = obstacle or _beyond_operand(options.recipe.operand(role), scopes)
+    if options.recipe.gemm.operands == "dequantized":
+        obstacle = DEQUANTIZED
     return select("grouped_linear", __name__, options.impl, a.device, {"triton": obstacle})
 
 
-def _beyond_operand(operand: OperandRecipe, scopes: tuple[AmaxScope, ...]) -> str | None:
-    """Say what of an operand's recipe the Triton path does not do, None if it does all of it."""
-    if operand.four_over_six is not None:
-        return "four-over-six runs in torch"
-    if operand.flush_subnormals or operand.statistics_dtype == "input":
-        return "flushing and statistics in the input dtype run in torch"
-    if operand.amax_scope not in scopes:
-        return f"this GEMM takes an amax of {' or '.join(scopes)}, not {operand.amax_scope}"
-    return None
-
-
 def _beyond_triton(a: Tensor, b: Tensor) -> str | None:
-    """Say what of these tensors the Triton path does not take, None if it takes them."""
+    """Say what of these tensors the Triton path does not take, None if it takes them.
+
+    Rows and widths are those of its TMA tiles, whose blocks of 16 must not straddle experts; BF16
+    is what training multiplies.
+    """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return "it takes bfloat16"
     if a.shape[-1] % 64 or b.shape[-1] % 64 or b.shape[-2] % 16 or a.shape[0] % ALIGNMENT:

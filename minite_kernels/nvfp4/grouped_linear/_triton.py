@@ -100,15 +100,38 @@ def _along_rows_amax_kernel(
 
 
 @triton.jit
+def _column_amax_kernel(
+    x_ptr, h_ptr, offsets_ptr, out_ptr, C, NAN_SPREADS: tl.constexpr, RHT: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """Largest |transformed x| of each column over one expert's rows: [E, C]."""
+    expert = tl.program_id(0)
+    first = tl.load(offsets_ptr + expert).to(tl.int32)
+    last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    largest = tl.zeros((BC,), tl.float32)
+    for row in range(first, last, 16):
+        rows = (row + tl.arange(0, 16)).to(tl.int64)
+        x = tl.load(x_ptr + rows[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
+        value = tl.abs(_transform(x, h_ptr, RHT))
+        if NAN_SPREADS:
+            value = tl.where(value != value, float("inf"), value)
+        largest = tl.maximum(largest, tl.max(value, 0))
+    tl.store(out_ptr + expert * C + c, largest, mask=c < C)
+
+
+@triton.jit
 def _along_rows_kernel(
     x_ptr,
     h_ptr,
     out_ptr,
+    amax_ptr,
     encode_ptr,
     decode_ptr,
     expert_ptr,
     seed_ptr,
     C,
+    PER_COLUMN: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
     RHT: tl.constexpr,
     BC: tl.constexpr,
@@ -123,13 +146,20 @@ def _along_rows_kernel(
     value = _transform(x, h_ptr, RHT)
     expert = tl.load(expert_ptr + tl.program_id(0))
     b = _max_magnitude(value, 0, NAN_SPREADS)
-    S = tl.broadcast_to(tl.load(encode_ptr + expert), (BC,))
-    g = tl.broadcast_to(tl.load(decode_ptr + expert), (BC,))
+    if PER_COLUMN:
+        at = expert * C + c
+        A = tl.load(amax_ptr + at, mask=c < C, other=1.0)
+        S = tl.load(encode_ptr + at, mask=c < C, other=1.0)
+        g = tl.load(decode_ptr + at, mask=c < C, other=1.0)
+    else:
+        A = tl.broadcast_to(tl.load(amax_ptr + expert), (BC,))
+        S = tl.broadcast_to(tl.load(encode_ptr + expert), (BC,))
+        g = tl.broadcast_to(tl.load(decode_ptr + expert), (BC,))
     columns = tl.trans(value)
     random = columns
     if RECIPE[16]:
         random = _random_bytes(tl.load(seed_ptr), tl.program_id(0) * C + c)
-    rounded, s8 = _quantize_blocks(columns, b, S, g, random, True, RECIPE)
+    rounded, s8 = _quantize_blocks(columns, b, A, S, g, random, True, RECIPE)
     out = tl.trans(rounded * s8.to(tl.float32)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out, mask=inside)
 
@@ -217,6 +247,8 @@ def _weight_gradient_kernel(
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr,
+    A_PER_ROW: tl.constexpr,
+    B_PER_COLUMN: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
     """out[E, N, K] of a [R, N] and b [R, K], contracted over each expert's rows, ascending."""
@@ -234,8 +266,20 @@ def _weight_gradient_kernel(
             a = a_desc.load([row, n])
             b = b_desc.load([row, k])
             acc = tl.dot(tl.trans(a), b, acc)
-        a_statistic = tl.load(a_statistic_ptr + expert)
-        b_statistic = tl.load(b_statistic_ptr + expert)
+        if A_PER_ROW:
+            rn = n + tl.arange(0, BM)
+            a_statistic = tl.load(a_statistic_ptr + expert * N + rn, mask=rn < N, other=0.0)[
+                :, None
+            ]
+        else:
+            a_statistic = tl.load(a_statistic_ptr + expert)
+        if B_PER_COLUMN:
+            rk = k + tl.arange(0, BN)
+            b_statistic = tl.load(b_statistic_ptr + expert * K + rk, mask=rk < K, other=0.0)[
+                None, :
+            ]
+        else:
+            b_statistic = tl.load(b_statistic_ptr + expert)
         out = _finish(
             acc, a_statistic, b_statistic, a_statistic, EPILOGUE, out_ptr.dtype.element_ty
         )
@@ -257,10 +301,13 @@ def forward(
     prepared: Weight | None,
 ) -> Tensor:
     """[R, N]: each expert's rows times its weight."""
-    x, x_scale = rows_values(x_RK, offsets, options, options.recipe.activation)
+    x, x_scale = rows_values(x_RK, offsets, options, options.recipe.activation, input_amax)
     w, w_scale = prepared or weight_values(w_ENK, options)
     operand = options.recipe.activation
-    return _rows_gemm(x, x_scale, w, w_scale, offsets, options, operand, out_dtype, b_by_rows=False)
+    per_row = operand.amax_scope == "token" and input_amax is None
+    return _rows_gemm(
+        x, x_scale, w, w_scale, offsets, options, operand, out_dtype, per_row, b_by_rows=False
+    )
 
 
 def data_gradient(
@@ -282,6 +329,7 @@ def data_gradient(
         options,
         options.recipe.gradient,
         dy_RN.dtype,
+        options.recipe.gradient.amax_scope == "token",
         b_by_rows=two_dimensional,
     )
 
@@ -312,6 +360,8 @@ def weight_gradient(
         BK=config.k,
         PROGRAMS=programs,
         SPLIT=config.split_store,
+        A_PER_ROW=dy_scale.amax.ndim == 2,
+        B_PER_COLUMN=x_scale.amax.ndim == 2,
         EPILOGUE=_epilogue(options, options.recipe.gradient, options.recipe.activation),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -321,13 +371,27 @@ def weight_gradient(
 
 
 def rows_values(
-    x_RK: Tensor, offsets: Tensor, options: Options, operand: OperandRecipe
+    x_RK: Tensor,
+    offsets: Tensor,
+    options: Options,
+    operand: OperandRecipe,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, GlobalScale]:
-    """FP16 values of x quantized along columns, and the global scales: [E] or, per token, [R]."""
+    """FP16 values of x quantized along columns, and the global scales: [E] or, per token, [R].
+
+    ``amax`` FP32 [E] stands in for that of the rows.
+    """
     x_RK = x_RK.contiguous()
-    if operand.amax_scope == "token":
+    if amax is not None:
+        experts = offsets.numel() - 1
+        amax = amax.reshape(-1).expand(experts).contiguous()
+        scale = quantize_ref.global_scale_of_amax(operand, amax, x_RK.dtype)
+    elif operand.amax_scope == "token":
         return quantizer.quantize_token_values(operand, x_RK, options.generator)
-    scale = _expert_scale(x_RK, offsets, operand, rht=None)
+    elif operand.amax_scope == "static":
+        raise ValueError(f"recipe {options.recipe.name!r} has a static scale: pass input_amax=")
+    else:
+        scale = _expert_scale(x_RK, offsets, operand, rht=None)
     rows = x_RK.shape[0]
     by_row = _of_rows(scale, offsets, rows)
     return quantizer.quantize_values(operand, x_RK, by_row, options.generator), scale
@@ -347,11 +411,18 @@ def weight_values(w_ENK: Tensor, options: Options) -> tuple[Tensor, GlobalScale]
 def along_rows_values(
     x_RC: Tensor, offsets: Tensor, options: Options, operand: OperandRecipe
 ) -> tuple[Tensor, GlobalScale]:
-    """FP16 values of x quantized along rows, in x's own layout, and the experts' scales [E]."""
+    """FP16 values of x quantized along rows, in x's own layout, and the experts' scales.
+
+    They are [E] or, where the recipe takes an amax a token, one for each column of x: [E, C].
+    """
     x_RC = x_RC.contiguous()
     rows, columns = x_RC.shape
     rht = hadamard_matrix(x_RC.device).to(x_RC.dtype) if options.recipe.rht_wgrad else None
-    scale = _expert_scale(x_RC, offsets, operand, rht=rht, along_rows=True)
+    per_column = operand.amax_scope == "token"
+    if per_column:
+        scale = _column_scale(x_RC, offsets, operand, rht)
+    else:
+        scale = _expert_scale(x_RC, offsets, operand, rht=rht, along_rows=True)
     block = torch.arange(rows // 16, device=x_RC.device) * 16
     expert = torch.searchsorted(offsets, block, right=True) - 1
     expert = expert.clamp_(max=offsets.numel() - 2).to(torch.int32)
@@ -361,11 +432,13 @@ def along_rows_values(
         x_RC,
         x_RC if rht is None else rht,
         out,
+        scale.amax,
         scale.encode,
         scale.decode,
         expert,
         quantizer._seed(operand, x_RC, options.generator),
         columns,
+        PER_COLUMN=per_column,
         NAN_SPREADS=operand.nan_amax == "propagate",
         RHT=rht is not None,
         BC=quantize_configs.ALONG_TOKENS_COLUMNS,
@@ -407,6 +480,25 @@ def _expert_scale(
     return quantize_ref.global_scale_of_amax(operand, amax, x_RC.dtype)
 
 
+def _column_scale(
+    x_RC: Tensor, offsets: Tensor, operand: OperandRecipe, rht: Tensor | None
+) -> GlobalScale:
+    """Global scales [E, C] of each column over its expert's rows (multiples of 16)."""
+    experts, columns = offsets.numel() - 1, x_RC.shape[1]
+    amax = torch.empty(experts, columns, dtype=torch.float32, device=x_RC.device)
+    _column_amax_kernel[(experts, triton.cdiv(columns, 128))](
+        x_RC,
+        x_RC if rht is None else rht,
+        offsets,
+        amax,
+        columns,
+        NAN_SPREADS=operand.nan_amax == "propagate",
+        RHT=rht is not None,
+        BC=128,
+    )
+    return quantize_ref.global_scale_of_amax(operand, amax, x_RC.dtype)
+
+
 def _three(scale: GlobalScale) -> tuple[Tensor, Tensor, Tensor]:
     return scale.amax, scale.encode, scale.decode
 
@@ -443,6 +535,7 @@ def _rows_gemm(
     options: Options,
     operand: OperandRecipe,
     out_dtype: torch.dtype,
+    per_row: bool,
     *,
     b_by_rows: bool,
 ) -> Tensor:
@@ -475,7 +568,7 @@ def _rows_gemm(
         BK=config.k,
         PROGRAMS=programs,
         GROUP=configs.GROUP_ROWS,
-        A_PER_ROW=operand.amax_scope == "token",
+        A_PER_ROW=per_row,
         B_BY_ROWS=b_by_rows,
         SPLIT=config.split_store,
         EPILOGUE=_epilogue(options, operand, options.recipe.weight),

@@ -22,9 +22,9 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = [
     "amax_of",
-    "beyond_triton",
     "decoded_values",
     "dequantize",
+    "given_scale",
     "global_scale",
     "quantize",
 ]
@@ -52,9 +52,8 @@ def quantize(
     recipe = get_recipe(recipe)
     operand = recipe.operand(role)
     _check_input(x_MK)
-    given = _given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
-    limits = {"triton": beyond_triton(operand, x_MK)}
-    module = select("quantize", __name__, impl, x_MK.device, limits)
+    given = given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
+    module = select("quantize", __name__, impl, x_MK.device)
     if given is None and operand.amax_scope == "token":
         codes, block_scale, scale = module.quantize_tokens(operand, x_MK, generator)
     else:
@@ -80,7 +79,7 @@ def decoded_values(
     amax: Tensor | None = None,
     global_encode_scale: Tensor | None = None,
 ) -> tuple[Tensor, Nvfp4Tensor]:
-    """Quantize x with the Triton kernels into exact FP16 values q*s [M, K], without packing.
+    """Quantize x with the Triton kernels into exact FP16 values q*s [M, 16*ceil(K/16)], unpacked.
 
     The second result carries the global scales; its codes are empty. For GEMMs that would decode
     the codes at once.
@@ -90,30 +89,16 @@ def decoded_values(
     _check_input(x_MK)
     from minite_kernels.nvfp4.quantize import _triton
 
-    scale = _given_scale(x_MK, recipe, role, amax, global_encode_scale, None)
-    fits = x_MK.shape[1] <= _triton.configs.TOKEN_MAX_COLUMNS
-    if scale is None and operand.amax_scope == "token" and fits:
+    scale = given_scale(x_MK, recipe, role, amax, global_encode_scale, None)
+    if scale is None and operand.amax_scope == "token":
         values, scale = _triton.quantize_token_values(operand, x_MK)
     else:
-        if scale is None:
-            token = operand.amax_scope == "token"
-            scale = (_ref.scale_of if token else _triton.tensor_scale)(operand, x_MK)
+        scale = _triton.tensor_scale(operand, x_MK) if scale is None else scale
         values = _triton.quantize_values(operand, x_MK, scale)
     empty = x_MK.new_empty(0, dtype=torch.uint8)
     shape = (x_MK.shape[0], x_MK.shape[1])
     meta = Nvfp4Tensor(empty, empty, scale.amax, scale.encode, scale.decode, shape, recipe, role)
     return values, meta
-
-
-def beyond_triton(operand: OperandRecipe, x_MK: Tensor) -> str | None:
-    """Say what the Triton quantizer does not do of this call, None if it does all of it."""
-    if operand.four_over_six is not None:
-        return "four-over-six runs in torch"
-    if operand.flush_subnormals or operand.statistics_dtype == "input":
-        return "flushing and statistics in the input dtype run in torch"
-    if x_MK.shape[1] % BLOCK_SIZE or (operand.tile[0] > 1 and x_MK.shape[0] % BLOCK_SIZE):
-        return "ragged tiles run in torch"
-    return None
 
 
 def amax_of(x_MK: Tensor, recipe: Recipe | str, *, role: Role = "activation") -> Tensor:
@@ -132,24 +117,28 @@ def global_scale(
 ) -> GlobalScale:
     """Global scales with which ``quantize`` would quantize x: FP32, [] or [M] per token."""
     recipe = get_recipe(recipe)
-    given = _given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
+    given = given_scale(x_MK, recipe, role, amax, global_encode_scale, global_decode_scale)
     return _ref.scale_of(recipe.operand(role), x_MK) if given is None else given
 
 
-def _given_scale(
+def given_scale(
     x_MK: Tensor,
     recipe: Recipe,
     role: Role,
     amax: Tensor | None,
     encode: Tensor | None,
     decode: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> GlobalScale | None:
-    """Scales from what the caller passed; None if they are to be taken from x."""
+    """Scales from what the caller passed; None if they are to be taken from x.
+
+    ``dtype`` is that of the quantized tensor where it is not x's. Raises ValueError for more than one, and for none where the recipe's scale is static.
+    """
     operand = recipe.operand(role)
     if sum(value is not None for value in (amax, encode, decode)) > 1:
         raise ValueError("pass one of amax, global_encode_scale and global_decode_scale, not more")
     if amax is not None:
-        return _ref.global_scale_of_amax(operand, _scalars(amax, x_MK), x_MK.dtype)
+        return _ref.global_scale_of_amax(operand, _scalars(amax, x_MK), dtype or x_MK.dtype)
     if encode is not None:
         return _of_encode(operand, _scalars(encode, x_MK))
     if decode is not None:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minite_kernels.dispatch import is_interpreted
 from minite_kernels.nvfp4.format import E2M1_MAX
-from minite_kernels.nvfp4.quantize import _ref, configs
 from minite_kernels.nvfp4.quantize import _triton_arithmetic as arithmetic
+from minite_kernels.nvfp4.quantize import configs
 from minite_kernels.nvfp4.quantize._arithmetic import QUOTIENTS
 from minite_kernels.nvfp4.quantize._ref import GlobalScale
 from minite_kernels.nvfp4.recipe import OperandRecipe
@@ -48,71 +48,151 @@ def _max_magnitude(x, axis: tl.constexpr, NAN_SPREADS: tl.constexpr):
 
 
 @triton.jit
-def _quantize_blocks(
-    x,
-    b,
-    S,
-    g,
-    random,
-    VALUES: tl.constexpr,
-    RECIPE: tl.constexpr,
-):
-    """X [.., B, 16] FP32 with block amax b, S, g [.., B] -> (codes int32 or values, s8 E4M3).
-
-    ``RECIPE`` is what ``recipe_constants`` returns.
-    """
-    BLOCK_SCALE: tl.constexpr = RECIPE[0]
-    ELEMENT_SCALE: tl.constexpr = RECIPE[1]
-    DIVIDES: tl.constexpr = RECIPE[2]
-    APPROX: tl.constexpr = RECIPE[3]
-    UNROUNDED: tl.constexpr = RECIPE[4]
-    CAP: tl.constexpr = RECIPE[5]
-    NARROW: tl.constexpr = RECIPE[6]
-    ZERO_GUARD: tl.constexpr = RECIPE[7]
-    ZERO_GUARD_VALUE: tl.constexpr = RECIPE[8]
+def _cast_block_scale(t, RECIPE: tl.constexpr):
+    """(s in FP32, whether it is zero, s in E4M3) of the block scale before its cast."""
     FLOOR: tl.constexpr = RECIPE[9]
     ZERO_BLOCK: tl.constexpr = RECIPE[10]
     ZERO_BLOCK_AFTER: tl.constexpr = RECIPE[11]
-    NAN_TO_MAX: tl.constexpr = RECIPE[12]
-    TIES_EVEN: tl.constexpr = RECIPE[13]
-    KEEP_SIGN: tl.constexpr = RECIPE[14]
-    NAN_CODE: tl.constexpr = RECIPE[15]
-    STOCHASTIC: tl.constexpr = RECIPE[16]
-    t = _block_scale(b, S, g, BLOCK_SCALE, APPROX)
-    if ZERO_BLOCK is not None and not ZERO_BLOCK_AFTER:
-        t = tl.where(t == 0, ZERO_BLOCK, t)
-    if NAN_TO_MAX:
+    if RECIPE[12]:  # NaN becomes the largest number
         t = tl.where(t < _FLOAT32_MAX, t, _FLOAT32_MAX)
     if FLOOR > 0:
         t = tl.where(t < FLOOR, FLOOR, t)
     t = tl.where(t > 448.0, 448.0, t)
     s8 = t.to(tl.float8e4nv)
-    s = t if UNROUNDED else s8.to(tl.float32)
+    s = t if RECIPE[4] else s8.to(tl.float32)
     # As bits: compiled as a comparison of FP16 pairs, s == 0 was wrong on an H200 for FP32 x.
-    s_is_zero = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
+    is_zero = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
     if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
-        s = tl.where(s_is_zero, ZERO_BLOCK, s)
+        s = tl.where(is_zero, ZERO_BLOCK, s)
         s8 = s.to(tl.float8e4nv)
-    if DIVIDES:
-        rank_s = tl.expand_dims(s, -1)
-        y = _quotient(x, rank_s, tl.expand_dims(S, -1), tl.expand_dims(g, -1), ELEMENT_SCALE)
+    return s, is_zero, s8
+
+
+@triton.jit
+def _scale_elements(x, s, s_is_zero, b, S, g, RECIPE: tl.constexpr):
+    """X [.., B, 16] on the E2M1 range, before rounding."""
+    ELEMENT_SCALE: tl.constexpr = RECIPE[1]
+    APPROX: tl.constexpr = RECIPE[3]
+    NARROW: tl.constexpr = RECIPE[6]
+    ZERO_GUARD: tl.constexpr = RECIPE[7]
+    ZERO_GUARD_VALUE: tl.constexpr = RECIPE[8]
+    FLUSH: tl.constexpr = RECIPE[17]
+    if RECIPE[2]:
+        S, g = tl.expand_dims(S, -1), tl.expand_dims(g, -1)
+        y = _quotient(x, tl.expand_dims(s, -1), S, g, ELEMENT_SCALE, FLUSH)
     else:
-        f = _factor(s, b, S, g, ELEMENT_SCALE, APPROX)
+        f = _factor(s, b, S, g, ELEMENT_SCALE, APPROX, FLUSH)
         if ZERO_GUARD == "s":
             f = tl.where(s_is_zero, ZERO_GUARD_VALUE, f)
         elif ZERO_GUARD == "b":
             f = tl.where(b == 0, ZERO_GUARD_VALUE, f)
         elif ZERO_GUARD == "product":
-            f = tl.where(s * arithmetic.rcp(S, APPROX) == 0, ZERO_GUARD_VALUE, f)
-        if CAP:
+            product = arithmetic.mul(s, arithmetic.rcp(S, APPROX, FLUSH), FLUSH)
+            f = tl.where(product == 0, ZERO_GUARD_VALUE, f)
+        if RECIPE[5]:
             if NARROW:
                 f = tl.where(f > _BFLOAT16_MAX, _BFLOAT16_MAX, f)
             else:
                 f = tl.where(f > _FLOAT32_MAX, _FLOAT32_MAX, f)
         if NARROW:
             f = f.to(tl.bfloat16).to(tl.float32)
-        y = x * tl.expand_dims(f, -1)
-    if STOCHASTIC:
+        y = arithmetic.mul(x, tl.expand_dims(f, -1), FLUSH)
+    return y
+
+
+@triton.jit
+def _halves(x, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """(even, odd) elements of x [COUNT, 2 * HALF], each [COUNT, HALF]."""
+    return tl.split(tl.reshape(x, (COUNT, HALF, 2)))
+
+
+@triton.jit
+def _sum_16(x):
+    """Sum of the last 16 elements in ascending order: [.., 16] -> [N], N all that precedes."""
+    N: tl.constexpr = x.numel // 16
+    even, odd = _halves(x, N, 8)
+    e0, e2 = _halves(even, N, 4)
+    e1, e3 = _halves(odd, N, 4)
+    e04, e48 = _halves(e0, N, 2)
+    e15, e59 = _halves(e1, N, 2)
+    e26, e6a = _halves(e2, N, 2)
+    e37, e7b = _halves(e3, N, 2)
+    x0, x8 = tl.split(e04)
+    x4, x12 = tl.split(e48)
+    x1, x9 = tl.split(e15)
+    x5, x13 = tl.split(e59)
+    x2, x10 = tl.split(e26)
+    x6, x14 = tl.split(e6a)
+    x3, x11 = tl.split(e37)
+    x7, x15 = tl.split(e7b)
+    first = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
+    return (((((((first + x8) + x9) + x10) + x11) + x12) + x13) + x14) + x15
+
+
+@triton.jit
+def _fold_rows(x, T: tl.constexpr, HALF: tl.constexpr, B: tl.constexpr):
+    """Add the lower to the upper half of the rows: [T, 2 * HALF, B] -> [T, HALF, B]."""
+    upper, lower = tl.split(tl.permute(tl.reshape(x, (T, 2, HALF, B)), (0, 2, 3, 1)))
+    return upper + lower
+
+
+@triton.jit
+def _block_error(value, x, s, A, S, g, RECIPE: tl.constexpr):
+    """Summed error of each block: 16 elements in order, then a 16x16 tile's rows as a tree."""
+    ERROR: tl.constexpr = RECIPE[19]
+    DOMAIN: tl.constexpr = RECIPE[20]
+    Q: tl.constexpr = RECIPE[21]
+    value = value * tl.expand_dims(s, -1)
+    if DOMAIN == "((q*s)*A)/Q - x":
+        product = value * tl.expand_dims(A, -1)
+        difference = tl.div_rn(product, tl.where(product == product, Q, Q)) - x
+    elif DOMAIN == "(q*s)*g - x":
+        difference = value * tl.expand_dims(g, -1) - x
+    else:
+        difference = value - x * tl.expand_dims(S, -1)
+    terms = difference * difference if ERROR == "mse" else tl.abs(difference)
+    total = tl.reshape(_sum_16(terms), s.shape)
+    if RECIPE[18]:
+        T: tl.constexpr = s.shape[0] // 16
+        B: tl.constexpr = s.shape[1]
+        rows = _fold_rows(tl.reshape(total, (T, 16, B)), T, 8, B)
+        rows = _fold_rows(_fold_rows(_fold_rows(rows, T, 4, B), T, 2, B), T, 1, B)
+        total = tl.reshape(tl.broadcast_to(rows, (T, 16, B)), s.shape)
+    return total
+
+
+@triton.jit
+def _quantize_blocks(x, b, A, S, g, random, VALUES: tl.constexpr, RECIPE: tl.constexpr):
+    """X [.., B, 16] FP32 with block amax b, A, S, g [.., B] -> (codes int32 or values, s8 E4M3).
+
+    ``RECIPE`` is what ``recipe_constants`` returns.
+    """
+    TIES_EVEN: tl.constexpr = RECIPE[13]
+    KEEP_SIGN: tl.constexpr = RECIPE[14]
+    NAN_CODE: tl.constexpr = RECIPE[15]
+    BLOCK_SCALE: tl.constexpr = RECIPE[0]
+    APPROX: tl.constexpr = RECIPE[3]
+    FLUSH: tl.constexpr = RECIPE[17]
+    STATISTIC: tl.constexpr = RECIPE[22]
+    ZERO_BLOCK: tl.constexpr = RECIPE[10]
+    t = _block_scale(b, S, g, BLOCK_SCALE, APPROX, FLUSH, STATISTIC)
+    if ZERO_BLOCK is not None and not RECIPE[11]:
+        t = tl.where(t == 0, ZERO_BLOCK, t)
+    if RECIPE[19] == "none":
+        s, is_zero, s8 = _cast_block_scale(t, RECIPE)
+        y = _scale_elements(x, s, is_zero, b, S, g, RECIPE)
+    else:
+        s4, zero4, _ = _cast_block_scale(t * 1.5, RECIPE)
+        s6, zero6, _ = _cast_block_scale(t, RECIPE)
+        y4 = _scale_elements(x, s4, zero4, b, S, g, RECIPE)
+        y6 = _scale_elements(x, s6, zero6, b, S, g, RECIPE)
+        value4 = _round_e2m1(y4, TIES_EVEN, KEEP_SIGN, NAN_CODE)
+        value6 = _round_e2m1(y6, TIES_EVEN, KEEP_SIGN, NAN_CODE)
+        error4 = _block_error(value4, x, s4, A, S, g, RECIPE)
+        four = error4 < _block_error(value6, x, s6, A, S, g, RECIPE)
+        y = tl.where(tl.expand_dims(four, -1), y4, y6)
+        s8 = tl.where(four, s4, s6).to(tl.float8e4nv)
+    if RECIPE[16]:
         y = _dither_e2m1(y, random)
     if VALUES:
         code = _round_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE)
@@ -135,13 +215,14 @@ def _store(
     BK: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Store a tile [BM, BK] as packed codes and scales, or as decoded values q*s."""
+    """Store a tile [BM, BK] as packed codes and scales, or as decoded values q*s, padded to 16."""
+    blocks = tl.cdiv(K, 16)
     if VALUES:
         value = code * tl.expand_dims(s8.to(tl.float32), -1)
         value = tl.reshape(value, (BM, BK)).to(q_ptr.dtype.element_ty)
         k = column + tl.arange(0, BK)
-        mask = row_mask[:, None] & (k < K)[None, :]
-        tl.store(q_ptr + rows[:, None].to(tl.int64) * K + k[None, :], value, mask=mask)
+        mask = row_mask[:, None] & (k < blocks * 16)[None, :]
+        tl.store(q_ptr + rows[:, None].to(tl.int64) * (blocks * 16) + k[None, :], value, mask=mask)
     else:
         low, high = tl.split(tl.reshape(code, (BM, BK // 2, 2)))
         p = column // 2 + tl.arange(0, BK // 2)
@@ -149,9 +230,61 @@ def _store(
         packed = ((low & 15) | (high << 4)).to(tl.uint8)
         tl.store(q_ptr + rows[:, None].to(tl.int64) * (K // 2) + p[None, :], packed, mask=mask)
         n = column // 16 + tl.arange(0, BK // 16)
-        mask = row_mask[:, None] & (n < K // 16)[None, :]
+        mask = row_mask[:, None] & (n < blocks)[None, :]
         scales = tl.reshape(s8, (BM, BK // 16))
-        tl.store(s_ptr + rows[:, None].to(tl.int64) * (K // 16) + n[None, :], scales, mask=mask)
+        tl.store(s_ptr + rows[:, None].to(tl.int64) * blocks + n[None, :], scales, mask=mask)
+
+
+@triton.jit
+def _quantize_piece(
+    x,
+    A,
+    S,
+    g,
+    seed_ptr,
+    q_ptr,
+    s_ptr,
+    rows,
+    row_mask,
+    column,
+    K,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    NAN_SPREADS: tl.constexpr,
+    VALUES: tl.constexpr,
+    RECIPE: tl.constexpr,
+):
+    """Quantize and store x [BM, BK] FP32, whose first column is ``column``; A, S, g are [BM, 1]."""
+    blocks = tl.reshape(x, (BM, BK // 16, 16))
+    b = _max_magnitude(blocks, 2, NAN_SPREADS)
+    if RECIPE[18]:
+        tile = _max_magnitude(tl.reshape(b, (BM // 16, 16, BK // 16)), 1, NAN_SPREADS)
+        b = tl.reshape(tl.broadcast_to(tile[:, None, :], (BM // 16, 16, BK // 16)), (BM, BK // 16))
+    A = tl.broadcast_to(A, (BM, BK // 16))
+    S = tl.broadcast_to(S, (BM, BK // 16))
+    g = tl.broadcast_to(g, (BM, BK // 16))
+    random = blocks
+    if RECIPE[16]:
+        number = rows[:, None] * tl.cdiv(K, 16) + column // 16 + tl.arange(0, BK // 16)[None, :]
+        random = _random_bytes(tl.load(seed_ptr), number)
+    code, s8 = _quantize_blocks(blocks, b, A, S, g, random, VALUES, RECIPE)
+    _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
+
+
+@triton.jit
+def _load_scales(
+    amax_ptr, encode_ptr, decode_ptr, rows, row_mask, PER_ROW: tl.constexpr, BM: tl.constexpr
+):
+    """(A, S, g) [BM, 1] of these rows, or of the tensor."""
+    if PER_ROW:
+        A = tl.load(amax_ptr + rows, mask=row_mask, other=1.0)
+        S = tl.load(encode_ptr + rows, mask=row_mask, other=1.0)
+        g = tl.load(decode_ptr + rows, mask=row_mask, other=1.0)
+    else:
+        A = tl.broadcast_to(tl.load(amax_ptr), (BM,))
+        S = tl.broadcast_to(tl.load(encode_ptr), (BM,))
+        g = tl.broadcast_to(tl.load(decode_ptr), (BM,))
+    return A[:, None], S[:, None], g[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -159,6 +292,7 @@ def _quantize_kernel(
     x_ptr,
     q_ptr,
     s_ptr,
+    amax_ptr,
     encode_ptr,
     decode_ptr,
     seed_ptr,
@@ -171,7 +305,6 @@ def _quantize_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
-    TILE_2D: tl.constexpr,
     RECIPE: tl.constexpr,
 ):
     """One tile of x with given global scales."""
@@ -182,25 +315,41 @@ def _quantize_kernel(
     row_mask = rows < M
     offset = rows[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
     x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    if PER_ROW:
-        S = tl.load(encode_ptr + rows, mask=row_mask, other=1.0)[:, None]
-        g = tl.load(decode_ptr + rows, mask=row_mask, other=1.0)[:, None]
-    else:
-        S = tl.load(encode_ptr)
-        g = tl.load(decode_ptr)
-    blocks = tl.reshape(x, (BM, BK // 16, 16))
-    b = _max_magnitude(blocks, 2, NAN_SPREADS)
-    if TILE_2D:
-        tile = _max_magnitude(tl.reshape(b, (BM // 16, 16, BK // 16)), 1, NAN_SPREADS)
-        b = tl.reshape(tl.broadcast_to(tile[:, None, :], (BM // 16, 16, BK // 16)), (BM, BK // 16))
-    S = tl.broadcast_to(S, (BM, BK // 16))
-    g = tl.broadcast_to(g, (BM, BK // 16))
-    random = blocks
-    if RECIPE[16]:
-        number = rows[:, None] * (K // 16) + column // 16 + tl.arange(0, BK // 16)[None, :]
-        random = _random_bytes(tl.load(seed_ptr), number)
-    code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
-    _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
+    A, S, g = _load_scales(amax_ptr, encode_ptr, decode_ptr, rows, row_mask, PER_ROW, BM)
+    _quantize_piece(
+        x, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, NAN_SPREADS,
+        VALUES, RECIPE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_piece(x_ptr, rows, row_mask, column, K, stride_m, BK: tl.constexpr):
+    """X [BM, BK] in FP32 from ``column`` on, zero beyond K."""
+    k = column + tl.arange(0, BK)
+    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :]
+    return tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _larger(a, b, NAN_SPREADS: tl.constexpr):
+    """Elementwise maximum that drops one NaN of two, or keeps it."""
+    largest = tl.maximum(a, b)
+    if NAN_SPREADS:
+        largest = tl.where((a != a) | (b != b), float("nan"), largest)
+    return largest
+
+
+@triton.jit
+def _row_amax(x, column, K, NAN_SPREADS: tl.constexpr, BK: tl.constexpr):
+    """Amax of each row of x [BM, BK]; zeros beyond K must not hide that all of a row is NaN."""
+    largest = _max_magnitude(x, 1, NAN_SPREADS)
+    if not NAN_SPREADS:
+        inside = (column + tl.arange(0, BK) < K)[None, :]
+        known = tl.max(((x == x) & inside).to(tl.int32), 1)
+        largest = tl.where(known == 1, largest, float("nan"))
+    return largest
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -217,36 +366,55 @@ def _quantize_token_kernel(
     stride_m,
     VALUES: tl.constexpr,
     BM: tl.constexpr,
-    KP: tl.constexpr,
+    BK: tl.constexpr,
+    PIECES: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
-    Q: tl.constexpr,
-    INVERSE_Q: tl.constexpr,
-    GLOBAL_SCALE: tl.constexpr,
-    GUARD: tl.constexpr,
-    APPROX: tl.constexpr,
+    GLOBAL: tl.constexpr,
     RECIPE: tl.constexpr,
 ):
-    """Whole rows: each token's amax, global scales, block scales and codes from one read."""
+    """Whole rows: each token's amax, global scales, block scales and codes from one read.
+
+    A row is one piece of BK columns or three, held in registers; with ``PIECES`` 0 it is as long as
+    it likes, and read again, from the cache, to be quantized.
+    """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    k = tl.arange(0, KP)
     row_mask = rows < M
-    offset = rows[:, None].to(tl.int64) * stride_m + k[None, :]
-    x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    blocks = tl.reshape(x, (BM, KP // 16, 16))
-    b = _max_magnitude(blocks, 2, NAN_SPREADS)
-    amax = _max_magnitude(b, 1, NAN_SPREADS)
-    amax, S, g = _global_scale(amax, Q, INVERSE_Q, GLOBAL_SCALE, GUARD, APPROX)
+    x0 = _load_piece(x_ptr, rows, row_mask, 0, K, stride_m, BK)
+    amax = _row_amax(x0, 0, K, NAN_SPREADS, BK)
+    if PIECES == 3:
+        x1 = _load_piece(x_ptr, rows, row_mask, BK, K, stride_m, BK)
+        x2 = _load_piece(x_ptr, rows, row_mask, 2 * BK, K, stride_m, BK)
+        amax = _larger(amax, _row_amax(x1, BK, K, NAN_SPREADS, BK), NAN_SPREADS)
+        amax = _larger(amax, _row_amax(x2, 2 * BK, K, NAN_SPREADS, BK), NAN_SPREADS)
+    if PIECES == 0:
+        for column in range(BK, K, BK):
+            x = _load_piece(x_ptr, rows, row_mask, column, K, stride_m, BK)
+            amax = _larger(amax, _row_amax(x, column, K, NAN_SPREADS, BK), NAN_SPREADS)
+    amax, S, g = _global_scale(amax, GLOBAL)
     tl.store(amax_ptr + rows, amax, mask=row_mask)
     tl.store(encode_ptr + rows, S, mask=row_mask)
     tl.store(decode_ptr + rows, g, mask=row_mask)
-    S = tl.broadcast_to(S[:, None], (BM, KP // 16))
-    g = tl.broadcast_to(g[:, None], (BM, KP // 16))
-    random = blocks
-    if RECIPE[16]:
-        number = rows[:, None] * (K // 16) + tl.arange(0, KP // 16)[None, :]
-        random = _random_bytes(tl.load(seed_ptr), number)
-    code, s8 = _quantize_blocks(blocks, b, S, g, random, VALUES, RECIPE)
-    _store(code, s8, q_ptr, s_ptr, rows, row_mask, 0, K, BM, KP, VALUES)
+    A, S, g = amax[:, None], S[:, None], g[:, None]
+    _quantize_piece(
+        x0, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 0, K, BM, BK, NAN_SPREADS,
+        VALUES, RECIPE,
+    )  # fmt: skip
+    if PIECES == 3:
+        _quantize_piece(
+            x1, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, BK, K, BM, BK, NAN_SPREADS,
+            VALUES, RECIPE,
+        )  # fmt: skip
+        _quantize_piece(
+            x2, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 2 * BK, K, BM, BK, NAN_SPREADS,
+            VALUES, RECIPE,
+        )  # fmt: skip
+    if PIECES == 0:
+        for column in range(BK, K, BK):
+            x = _load_piece(x_ptr, rows, row_mask, column, K, stride_m, BK)
+            _quantize_piece(
+                x, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK,
+                NAN_SPREADS, VALUES, RECIPE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -274,12 +442,8 @@ def _global_scale_kernel(
     partial_ptr,
     out_ptr,
     count,
-    Q: tl.constexpr,
-    INVERSE_Q: tl.constexpr,
-    GLOBAL_SCALE: tl.constexpr,
-    GUARD: tl.constexpr,
-    APPROX: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
+    GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Reduce partial maxima and write (A, S, g)."""
@@ -291,9 +455,7 @@ def _global_scale_kernel(
             largest = tl.where((part > largest) | (part != part), part, largest)
         else:
             largest = tl.maximum(largest, part)
-    amax, S, g = _global_scale(
-        _max_magnitude(largest, 0, NAN_SPREADS), Q, INVERSE_Q, GLOBAL_SCALE, GUARD, APPROX
-    )
+    amax, S, g = _global_scale(_max_magnitude(largest, 0, NAN_SPREADS), GLOBAL)
     tl.store(out_ptr, amax)
     tl.store(out_ptr + 1, S)
     tl.store(out_ptr + 2, g)
@@ -327,9 +489,6 @@ def quantize_tokens(
     operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, GlobalScale]:
     """Codes, block scales and the per-token global scales [M], all from one read of x."""
-    if x_MK.shape[1] > configs.TOKEN_MAX_COLUMNS:
-        scale = _ref.scale_of(operand, x_MK)
-        return *quantize_rows(operand, x_MK, scale, generator), scale
     codes, s8 = _outputs(x_MK, values=False)
     return codes, s8, _launch_tokens(operand, x_MK, codes, s8, generator, values=False)
 
@@ -350,7 +509,6 @@ def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
     x = x if x.stride(1) == 1 else x.contiguous()
     parts = max(1, triton.cdiv(x.numel(), configs.AMAX_ELEMENTS))
     partial = torch.zeros(parts, dtype=torch.float32, device=x.device)
-    out = torch.empty(3, dtype=torch.float32, device=x.device)
     spreads = operand.nan_amax == "propagate"
     if x.numel():
         _amax_kernel[(parts,)](
@@ -363,19 +521,32 @@ def tensor_scale(operand: OperandRecipe, x_MK: Tensor) -> GlobalScale:
             NAN_SPREADS=spreads,
             BLOCK=configs.AMAX_ELEMENTS,
         )
+    return scale_of_amax(operand, partial, x_MK.dtype)
+
+
+def scale_of_amax(operand: OperandRecipe, partial: Tensor, dtype: torch.dtype) -> GlobalScale:
+    """Global scales [] of a tensor of ``dtype`` from partial maxima, FP32 [P]; one launch."""
+    partial = partial if partial.numel() else partial.new_zeros(1)
+    out = torch.empty(3, dtype=torch.float32, device=partial.device)
     _global_scale_kernel[(1,)](
-        partial, out, parts, NAN_SPREADS=spreads, BLOCK=1024, **_global_constants(operand)
+        partial,
+        out,
+        partial.numel(),
+        NAN_SPREADS=operand.nan_amax == "propagate",
+        GLOBAL=global_constants(operand, dtype),
+        BLOCK=1024,
     )
     return GlobalScale(out[0], out[1], out[2])
 
 
 def _outputs(x_MK: Tensor, *, values: bool) -> tuple[Tensor, Tensor]:
     m, k = x_MK.shape
+    blocks = triton.cdiv(k, 16)
     if values:
-        out = torch.empty(m, k, dtype=torch.float16, device=x_MK.device)
+        out = torch.empty(m, blocks * 16, dtype=torch.float16, device=x_MK.device)
         return out, out
     codes = torch.empty(m, k // 2, dtype=torch.uint8, device=x_MK.device)
-    return codes, torch.empty(m, k // 16, dtype=torch.float8_e4m3fn, device=x_MK.device)
+    return codes, torch.empty(m, blocks, dtype=torch.float8_e4m3fn, device=x_MK.device)
 
 
 def _launch(
@@ -397,6 +568,7 @@ def _launch(
         x_MK,
         q,
         s8,
+        scale.amax,
         scale.encode,
         scale.decode,
         _seed(operand, x_MK, generator),
@@ -409,7 +581,6 @@ def _launch(
         BM=config.rows,
         BK=config.columns,
         NAN_SPREADS=operand.nan_amax == "propagate",
-        TILE_2D=operand.tile[0] > 1,
         RECIPE=recipe_constants(operand, x_MK.dtype),
         num_warps=config.num_warps,
         **unfused(),
@@ -428,10 +599,9 @@ def _launch_tokens(
     m, k = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     scales = torch.empty(3, m, dtype=torch.float32, device=x_MK.device)
-    padded = max(16, triton.next_power_of_2(k))
-    tile = max(1, min(16, configs.TOKEN_ELEMENTS // padded))
+    config = configs.token_config(k)
     if m:
-        _quantize_token_kernel[(triton.cdiv(m, tile),)](
+        _quantize_token_kernel[(triton.cdiv(m, config.rows),)](
             x_MK,
             q,
             s8,
@@ -443,12 +613,13 @@ def _launch_tokens(
             k,
             x_MK.stride(0),
             VALUES=values,
-            BM=tile,
-            KP=padded,
+            BM=config.rows,
+            BK=config.columns,
+            PIECES=config.pieces,
             NAN_SPREADS=operand.nan_amax == "propagate",
+            GLOBAL=global_constants(operand, x_MK.dtype),
             RECIPE=recipe_constants(operand, x_MK.dtype),
-            num_warps=configs.TOKEN_NUM_WARPS if padded <= 4096 else 8,
-            **_global_constants(operand),
+            num_warps=config.num_warps,
             **unfused(),
         )
     return GlobalScale(scales[0], scales[1], scales[2])
@@ -463,20 +634,31 @@ def _seed(operand: OperandRecipe, x_MK: Tensor, generator: torch.Generator | Non
     return seed.to(x_MK.device)
 
 
-def _global_constants(operand: OperandRecipe) -> dict[str, Any]:
+def global_constants(operand: OperandRecipe, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The global scale's arithmetic as compile-time constants, in the order of ``global_scale``."""
     q = E2M1_MAX * operand.e4m3_max
-    return {
-        "Q": q,
-        "INVERSE_Q": float(torch.div(torch.ones(()), torch.tensor(q))),
-        "GLOBAL_SCALE": operand.global_scale,
-        "GUARD": operand.global_guard,
-        "APPROX": operand.reciprocal == "rcp_approx",
-    }
+    input_statistics = operand.statistics_dtype == "input"
+    return (
+        q,
+        float(torch.div(torch.ones(()), torch.tensor(q))),
+        operand.global_scale,
+        operand.global_guard,
+        operand.reciprocal == "rcp_approx",
+        operand.flush_subnormals,
+        _statistic(operand, dtype),
+        torch.finfo(dtype if input_statistics else torch.float32).tiny,
+    )
+
+
+def _statistic(operand: OperandRecipe, dtype: torch.dtype) -> str:
+    """Dtype to which statistics are rounded; float32 leaves them."""
+    return str(dtype).removeprefix("torch.") if operand.statistics_dtype == "input" else "float32"
 
 
 def recipe_constants(operand: OperandRecipe, dtype: torch.dtype) -> tuple[Any, ...]:
     """The recipe as compile-time constants, in the order of ``_quantize_blocks``."""
     narrow = operand.element_scale_dtype == "bfloat16_if_input" and dtype == torch.bfloat16
+    rule = operand.four_over_six
     return (
         operand.block_scale,
         operand.element_scale,
@@ -495,6 +677,12 @@ def recipe_constants(operand: OperandRecipe, dtype: torch.dtype) -> tuple[Any, .
         operand.negative_zero == "keep",
         operand.nan_code,
         operand.rounding == "stochastic",
+        operand.flush_subnormals,
+        operand.tile[0] > 1,
+        "none" if rule is None else rule.error,
+        "none" if rule is None else rule.domain,
+        E2M1_MAX * operand.e4m3_max,
+        _statistic(operand, dtype),
     )
 
 

@@ -18,61 +18,95 @@ INVERSE_448 = tl.constexpr(0.002232142956927418708801269531250)
 C6 = tl.constexpr(0.16666667163372039794921875)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
-E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def rcp(x, APPROX: tl.constexpr):
-    """IEEE 1/x, or the GPU's approximate reciprocal."""
+def flush(x, FLUSH: tl.constexpr):
+    """Subnormal FP32 numbers become zero of their sign where the recipe's engine does so."""
+    out = x
+    if FLUSH:
+        out = tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
+    return out
+
+
+@triton.jit
+def mul(a, b, FLUSH: tl.constexpr):
+    """A * b, rounded once."""
+    return flush(flush(a, FLUSH) * flush(b, FLUSH), FLUSH)
+
+
+@triton.jit
+def div(a, b, FLUSH: tl.constexpr):
+    """A / b, IEEE, rounded once."""
+    return flush(tl.div_rn(flush(a, FLUSH), flush(b, FLUSH)), FLUSH)
+
+
+@triton.jit
+def rcp(x, APPROX: tl.constexpr, FLUSH: tl.constexpr):
+    """IEEE 1/x, or the GPU's approximate reciprocal, which flushes by itself."""
     if APPROX:
         out = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        out = tl.div_rn(1.0, x)
+        out = flush(tl.div_rn(1.0, flush(x, FLUSH)), FLUSH)
     return out
 
 
 @triton.jit
-def global_scale(
-    amax,
-    Q: tl.constexpr,
-    INVERSE_Q: tl.constexpr,
-    FORMULA: tl.constexpr,
-    GUARD: tl.constexpr,
-    APPROX: tl.constexpr,
-):
-    """(A, S, g) of FP32 amax, guarded."""
+def statistic(x, STATISTIC: tl.constexpr):
+    """Round a statistic to the dtype in which the recipe's observer works."""
+    out = x
+    if STATISTIC == "bfloat16":
+        out = x.to(tl.bfloat16).to(tl.float32)
+    elif STATISTIC == "float16":
+        out = x.to(tl.float16).to(tl.float32)
+    return out
+
+
+@triton.jit
+def global_scale(amax, GLOBAL: tl.constexpr):
+    """(A, S, g) of FP32 amax, guarded; ``GLOBAL`` is what ``global_constants`` returns."""
+    Q: tl.constexpr = GLOBAL[0]
+    INVERSE_Q: tl.constexpr = GLOBAL[1]
+    FORMULA: tl.constexpr = GLOBAL[2]
+    GUARD: tl.constexpr = GLOBAL[3]
+    APPROX: tl.constexpr = GLOBAL[4]
+    FLUSH: tl.constexpr = GLOBAL[5]
+    STATISTIC: tl.constexpr = GLOBAL[6]
+    TINY: tl.constexpr = GLOBAL[7]
+    one = tl.where(amax == amax, 1.0, 1.0)
     if GUARD == "tiny":
-        amax = tl.maximum(amax, 1.1754943508222875e-38)
+        amax = tl.where(amax < TINY, TINY, amax)
     if FORMULA == "S = Q/A; g = 1/S":
-        encode = tl.div_rn(Q, amax)
-        decode = tl.div_rn(1.0, encode)
+        encode = div(one * Q, amax, FLUSH)
+        decode = div(one, encode, FLUSH)
     elif FORMULA == "S = (1/A)*Q; g = 1/S":
-        encode = tl.div_rn(1.0, amax) * Q
-        decode = tl.div_rn(1.0, encode)
+        inverse = statistic(div(one, amax, FLUSH), STATISTIC)
+        encode = statistic(mul(inverse, one * Q, FLUSH), STATISTIC)
+        decode = div(one, encode, FLUSH)
     elif FORMULA == "g = A/Q; S = 1/g":
-        decode = tl.div_rn(amax, Q)
-        encode = tl.div_rn(1.0, decode)
+        decode = div(amax, one * Q, FLUSH)
+        encode = div(one, decode, FLUSH)
     elif FORMULA == "g = A*(1/Q); S = 1/g":
-        decode = amax * INVERSE_Q
-        encode = tl.div_rn(1.0, decode)
+        decode = mul(amax, one * INVERSE_Q, FLUSH)
+        encode = div(one, decode, FLUSH)
     elif FORMULA == "g = A*(1/Q); S = rcp(g)":
-        decode = amax * INVERSE_Q
-        encode = rcp(decode, APPROX)
+        decode = mul(amax, one * INVERSE_Q, FLUSH)
+        encode = rcp(decode, APPROX, FLUSH)
     elif FORMULA == "g = (A*(1/448))*c6; S = 1/g":
-        decode = (amax * INVERSE_448) * C6
-        encode = tl.div_rn(1.0, decode)
+        decode = mul(mul(amax, one * INVERSE_448, FLUSH), one * C6, FLUSH)
+        encode = div(one, decode, FLUSH)
     elif FORMULA == "S = 2^floor(log2(Q/A)); g = 1/S; A := Q/S":
-        encode = tl.div_rn(Q, amax)
+        encode = div(one * Q, amax, FLUSH)
         power = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         usable = (encode >= 1.1754943508222875e-38) & (encode <= FLOAT32_MAX)
         encode = tl.where(usable, power, encode)
-        decode = tl.div_rn(1.0, encode)
+        decode = div(one, encode, FLUSH)
     else:
         tl.static_assert(FORMULA == "S = 1; g = 1")
-        encode = tl.where(amax == amax, 1.0, 1.0)
-        decode = encode
+        encode = one
+        decode = one
     guarded = encode
     if GUARD == "te" or GUARD == "cap":
         guarded = tl.where(guarded > FLOAT32_MAX, FLOAT32_MAX, guarded)
@@ -81,72 +115,77 @@ def global_scale(
     if GUARD == "tiny":
         guarded = tl.where(tl.abs(guarded) <= FLOAT32_MAX, guarded, 1.0)
     if GUARD != "none":
-        decode = tl.where(guarded == encode, decode, tl.div_rn(1.0, guarded))
+        decode = tl.where(guarded == encode, decode, div(one, guarded, FLUSH))
     if FORMULA == "S = 2^floor(log2(Q/A)); g = 1/S; A := Q/S":
-        amax = tl.where(amax > 0, tl.div_rn(Q, guarded), amax)
+        amax = tl.where(amax > 0, div(one * Q, guarded, FLUSH), amax)
     return amax, guarded, decode
 
 
 @triton.jit
-def block_scale(b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
+def block_scale(
+    b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr, FLUSH: tl.constexpr, STAT: tl.constexpr
+):
     """Block scale before its E4M3 cast."""
+    six = tl.where(b == b, 6.0, 6.0)
+    c6 = tl.where(b == b, C6, C6)
     if FORMULA == "b*(S*c6)":
-        out = b * (S * C6)
+        out = mul(b, mul(S, c6, FLUSH), FLUSH)
     elif FORMULA == "S*(b*c6)" or FORMULA == "S*(b*rcp(6))":
-        out = S * (b * C6)
+        out = mul(S, mul(b, c6, FLUSH), FLUSH)
     elif FORMULA == "(S*b)*rcp(6)":
-        out = (S * b) * C6
+        out = mul(mul(S, b, FLUSH), c6, FLUSH)
     elif FORMULA == "(S*b)/6":
-        out = tl.div_rn(S * b, 6.0)
+        out = div(mul(S, b, FLUSH), six, FLUSH)
     elif FORMULA == "(b/6)*S":
-        out = tl.div_rn(b, 6.0) * S
+        out = mul(statistic(div(b, six, FLUSH), STAT), S, FLUSH)
     elif FORMULA == "(b*c6)*S":
-        out = (b * C6) * S
+        out = mul(statistic(mul(b, c6, FLUSH), STAT), S, FLUSH)
     elif FORMULA == "(b/6)/g":
-        out = tl.div_rn(tl.div_rn(b, 6.0), g)
+        out = div(div(b, six, FLUSH), g, FLUSH)
     elif FORMULA == "(b*c6)/g":
-        out = tl.div_rn(b * C6, g)
+        out = div(mul(b, c6, FLUSH), g, FLUSH)
     elif FORMULA == "b/(6*g)":
-        out = tl.div_rn(b, 6.0 * g)
+        out = div(b, mul(g, six, FLUSH), FLUSH)
     elif FORMULA == "(b*c6)*rcp(g)":
-        out = (b * C6) * rcp(g, APPROX)
+        out = mul(mul(b, c6, FLUSH), rcp(g, APPROX, FLUSH), FLUSH)
     else:
         tl.static_assert(FORMULA == "b/6")
-        out = tl.div_rn(b, 6.0)
+        out = div(b, six, FLUSH)
     return out
 
 
 @triton.jit
-def factor(s, b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr):
+def factor(s, b, S, g, FORMULA: tl.constexpr, APPROX: tl.constexpr, FLUSH: tl.constexpr):
     """What multiplies x, before guards."""
+    one = tl.where(s == s, 1.0, 1.0)
     if FORMULA == "x * rcp(s*rcp(S))":
-        out = rcp(s * rcp(S, APPROX), APPROX)
+        out = rcp(mul(s, rcp(S, APPROX, FLUSH), FLUSH), APPROX, FLUSH)
     elif FORMULA == "x * (S/s)":
-        out = tl.div_rn(S, s)
+        out = div(S, s, FLUSH)
     elif FORMULA == "x * (rcp(s)*S)":
-        out = rcp(s, APPROX) * S
+        out = mul(rcp(s, APPROX, FLUSH), S, FLUSH)
     elif FORMULA == "x * ((1/g)/s)":
-        out = tl.div_rn(tl.div_rn(1.0, g), s)
+        out = div(div(one, g, FLUSH), s, FLUSH)
     elif FORMULA == "x * rcp(s*g)":
-        out = rcp(s * g, APPROX)
+        out = rcp(mul(s, g, FLUSH), APPROX, FLUSH)
     elif FORMULA == "x * (6*rcp(b))":
-        out = rcp(b, APPROX) * 6.0
+        out = mul(rcp(b, APPROX, FLUSH), one * 6.0, FLUSH)
     else:
         tl.static_assert(FORMULA == "x * (1/s)")
-        out = tl.div_rn(1.0, s)
+        out = div(one, s, FLUSH)
     return out
 
 
 @triton.jit
-def quotient(x, s, S, g, FORMULA: tl.constexpr):
+def quotient(x, s, S, g, FORMULA: tl.constexpr, FLUSH: tl.constexpr):
     """Scaled x of recipes that divide each element."""
     if FORMULA == "x / (s*g)":
-        out = tl.div_rn(x, s * g)
+        out = div(x, mul(s, g, FLUSH), FLUSH)
     elif FORMULA == "x / (s/S)":
-        out = tl.div_rn(x, tl.div_rn(s, S))
+        out = div(x, div(s, S, FLUSH), FLUSH)
     else:
         tl.static_assert(FORMULA == "(x*S)/s")
-        out = tl.div_rn(x * S, s)
+        out = div(mul(x, S, FLUSH), s, FLUSH)
     return out
 
 

@@ -19,7 +19,10 @@ from minite_kernels.invariant.attention import _triton as attention
 from minite_kernels.invariant.matmul import _triton as matmul
 from minite_kernels.nvfp4.gemm import _native, configs
 from minite_kernels.nvfp4.gemm import _triton as gemm
+from minite_kernels.nvfp4.grouped_linear import _triton as grouped_linear
 from minite_kernels.nvfp4.quantize import _triton as quantize
+from minite_kernels.nvfp4.quantize import configs as quantize_configs
+from minite_kernels.nvfp4.quantize.fused import _triton as fused
 from minite_kernels.nvfp4.recipe import get_recipe
 
 EPILOGUE = ("((A_a*A_b)*(1/((36*F_a)*F_b)))", 7225344.0, 1.384017e-07, False, "none")
@@ -46,7 +49,7 @@ def ptx(
 
 
 QUANTIZE = {
-    **dict.fromkeys(("encode_ptr", "decode_ptr"), "*fp32"),
+    **dict.fromkeys(("amax_ptr", "encode_ptr", "decode_ptr"), "*fp32"),
     **dict.fromkeys(("M", "K", "stride_m", "stride_k"), "i32"),
     "x_ptr": "*bf16",
     "q_ptr": "*u8",
@@ -56,7 +59,7 @@ QUANTIZE = {
 
 
 @pytest.mark.parametrize("arch", (90, 100, 103))
-@pytest.mark.parametrize("name", ("te", "vllm-cuda", "modelopt"))
+@pytest.mark.parametrize("name", ("te", "vllm-cuda", "modelopt", "te-4over6", "sglang"))
 def test_quantizer_converts_to_e4m3_and_fuses_nothing(name: str, arch: int) -> None:
     operand = get_recipe(name).weight
     constants = {
@@ -65,7 +68,6 @@ def test_quantizer_converts_to_e4m3_and_fuses_nothing(name: str, arch: int) -> N
         "BM": 16,
         "BK": 128,
         "NAN_SPREADS": False,
-        "TILE_2D": operand.tile[0] > 1,
         "RECIPE": quantize.recipe_constants(operand, torch.bfloat16),
     }
     code = ptx(quantize._quantize_kernel, arch, QUANTIZE, constants)
@@ -73,6 +75,92 @@ def test_quantizer_converts_to_e4m3_and_fuses_nothing(name: str, arch: int) -> N
     assert "fma.rn.f32" not in code
     assert ("rcp.approx.ftz.f32" in code) == (operand.reciprocal == "rcp_approx")
     assert ("div.rn.f32" in code) == (operand.reciprocal == "div")
+
+
+@pytest.mark.parametrize("arch", (90, 100))
+@pytest.mark.parametrize("k", (768, 2048, 20480))
+def test_token_quantizer_reads_a_row_once(k: int, arch: int) -> None:
+    operand = get_recipe("te-row-scaled").activation
+    config = quantize_configs.token_config(k)
+    constants = {
+        "VALUES": True,
+        "BM": config.rows,
+        "BK": config.columns,
+        "PIECES": config.pieces,
+        "NAN_SPREADS": False,
+        "GLOBAL": quantize.global_constants(operand, torch.bfloat16),
+        "RECIPE": quantize.recipe_constants(operand, torch.bfloat16),
+    }
+    types = QUANTIZE | {"q_ptr": "*fp16", "s_ptr": "*fp16"}
+    code = ptx(quantize._quantize_token_kernel, arch, types, constants, num_warps=config.num_warps)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code and "fma.rn.f32" not in code
+    loops = len(re.findall(r"^\s*@%p\d+ bra", code, re.M))
+    assert (loops >= 2) == (config.pieces == 0)
+
+
+FUSED = {
+    **dict.fromkeys(("amax_ptr", "encode_ptr", "decode_ptr"), "*fp32"),
+    **dict.fromkeys(("M", "K", "stride_x", "stride_residual"), "i32"),
+    **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "sum_ptr"), "*bf16"),
+    "q_ptr": "*u8",
+    "s_ptr": "*fp8e4nv",
+    "eps": "fp32",
+}
+
+
+@pytest.mark.parametrize("arch", (90, 100))
+@pytest.mark.parametrize(
+    ("producer", "name", "scope", "columns"),
+    (
+        (("silu_mul", "none", False, False, False), "vllm-cuda", "tensor", 256),
+        (("silu_mul", "none", False, False, False), "te-row-scaled", "token", 1024),
+        (("rms_norm", "rounded", False, True, True), "te-row-scaled", "token", 2048),
+        (("rms_norm", "weight_first", True, True, True), "flashinfer-rmsnorm", "tensor", 2048),
+    ),
+    ids=("silu-static", "silu-token", "norm-token", "add-norm-static"),
+)
+def test_fused_producers_are_one_kernel(
+    producer: tuple[Any, ...], name: str, scope: str, columns: int, arch: int
+) -> None:
+    operand = get_recipe(name).activation
+    constants = {
+        "PRODUCER": producer,
+        "SCOPE": scope,
+        "BM": max(1, 2048 // columns),
+        "BK": columns,
+        "NAN_SPREADS": False,
+        "GLOBAL": quantize.global_constants(operand, torch.bfloat16),
+        "RECIPE": quantize.recipe_constants(operand, torch.bfloat16),
+    }
+    code = ptx(fused._fused_kernel, arch, FUSED, constants)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+    assert "fma.rn.f32" not in code
+    assert ("sqrt.rn.f32" in code) == (producer[0] == "rms_norm")
+    assert ("rcp.approx.ftz.f32" in code) == (operand.reciprocal == "rcp_approx")
+
+
+ALONG_ROWS = {
+    **dict.fromkeys(("amax_ptr", "encode_ptr", "decode_ptr"), "*fp32"),
+    **dict.fromkeys(("x_ptr", "h_ptr"), "*bf16"),
+    **dict.fromkeys(("expert_ptr", "seed_ptr"), "*i32"),
+    "out_ptr": "*fp16",
+    "C": "i32",
+}
+
+
+@pytest.mark.parametrize("arch", (90, 100))
+@pytest.mark.parametrize("per_column", (False, True), ids=("expert", "column"))
+def test_wgrad_quantizer_transforms_on_tensor_cores(per_column: bool, arch: int) -> None:
+    constants = {
+        "PER_COLUMN": per_column,
+        "NAN_SPREADS": False,
+        "RHT": True,
+        "BC": 256,
+        "RECIPE": quantize.recipe_constants(get_recipe("te").gradient, torch.bfloat16),
+    }
+    code = ptx(grouped_linear._along_rows_kernel, arch, ALONG_ROWS, constants)
+    assert re.search(r"mma\S*\.f32\.bf16\.bf16|tcgen05\.mma", code)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code and "fma.rn.f32" not in code
 
 
 PACKED = {

@@ -30,12 +30,13 @@ DISPATCHED = {
     "minite_kernels.invariant.silu_mul": ("silu_mul", "silu_mul_backward"),
     "minite_kernels.nvfp4.gemm": ("gemm",),
     "minite_kernels.nvfp4.grouped_gemm": (
-        *("grouped_gemm", "gather", "combine", "combine_backward"),
+        *("grouped_gemm", "gather", "combine", "combine_backward", "amax_per_expert"),
     ),
     "minite_kernels.nvfp4.grouped_linear": (
         *("prepare_weight", "forward", "data_gradient", "weight_gradient"),
     ),
     "minite_kernels.nvfp4.quantize": ("quantize_rows", "quantize_tokens", "tensor_scale"),
+    "minite_kernels.nvfp4.quantize.fused": ("silu_mul_quantize", "rms_norm_quantize"),
 }
 
 
