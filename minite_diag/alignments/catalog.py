@@ -11,7 +11,9 @@ from minite_diag.alignments.base import Alignment, Application
 
 _HF: Final = "minite_diag.alignments.transformers_ops"
 _VLLM: Final = "minite_diag.alignments.vllm_ops"
+_SGLANG: Final = "minite_diag.alignments.sglang_ops"
 _VLLM_CPU: Final = ">=0.32,<0.33 (CPU)"
+_SGLANG_CPU: Final = "==0.5.23 (CPU)"
 _TRANSFORMERS: Final = ">=5.12,<5.20"
 
 
@@ -24,7 +26,15 @@ def _op(name: str, title: str, op: str) -> Alignment:
     """One op, replaced by the same kernel on both sides."""
     function = f"align_{op}"
     vllm = Application(_VLLM_CPU, replacements=((op, f"{_VLLM}:{function}"),))
-    return Alignment(name, title, {**_learner(op, function), "vllm": vllm}, kernels=True)
+    sglang = Application(_SGLANG_CPU, replacements=((op, f"{_SGLANG}:{function}"),))
+    engines = {**_learner(op, function), "vllm": vllm, "sglang": sglang}
+    return Alignment(name, title, engines, kernels=True)
+
+
+def _settings(recipe: str) -> dict[str, Application]:
+    """A recipe of the learner; samplers load what it exports."""
+    any_sampler = {name: Application("any") for name in ("vllm", "sglang")}
+    return {"te": Application("any", options={"recipe": recipe}), **any_sampler}
 
 
 ALIGNMENTS: Final = {
@@ -33,13 +43,13 @@ ALIGNMENTS: Final = {
         Alignment(
             "weights",
             "export the sampler's weights with the learner's codes and scales (1x16)",
-            {"te": Application("any", options={"recipe": "te-1d"}), "vllm": Application("any")},
+            _settings("te-1d"),
             export={"recipe": "te-1d"},
         ),
         Alignment(
             "pow2-scale",
             "power-of-two global scales on both sides: scope and formula order cease to matter",
-            {"te": Application("any", options={"recipe": "pow2"}), "vllm": Application("any")},
+            _settings("pow2"),
             export={"recipe": "pow2"},
         ),
         Alignment(
@@ -48,6 +58,7 @@ ALIGNMENTS: Final = {
             {
                 "te": Application("any", options={"recipe": "pow2-row-scaled"}),
                 "vllm": Application(_VLLM_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
+                "sglang": Application(_SGLANG_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
             },
             export={"recipe": "pow2"},
             kernels=True,

@@ -171,6 +171,13 @@ class SglangEngine(Engine):
 
     def _info(self, version: str, layout: Layout) -> EngineInfo:
         scheduler = self.engine.scheduler
+        if "experts" in self.patched and not any(
+            is_nvfp4(layer.experts) for layer in expert_layers(self.model)
+        ):
+            raise EngineError(
+                "alignment 'experts' patched nothing in sglang: no experts are NVFP4",
+                "leave it out",
+            )
         evidence = with_replaced(readback.read_evidence(scheduler), self.patched)
         device = next(self.model.parameters()).device
         return EngineInfo(

@@ -228,9 +228,9 @@ class Observer:
             if not self.recorder.active:
                 return cast("torch.Tensor", multiply(hidden, lm_head, *args, **kwargs))
             rows, kept = self._take_head_rows(len(hidden))
-            hidden = self._pass_rows("input", hidden, rows, kept)
+            hidden = self._pass_rows("input", hidden, rows, kept, hidden.shape[-1])
             logits = multiply(hidden, lm_head, *args, **kwargs)
-            return self._pass_rows("logits", logits, rows, kept)
+            return self._pass_rows("logits", logits, rows, kept, module.vocab_size)
 
         module._get_pruned_states, module._compute_lm_head = pruned, head
 
@@ -251,16 +251,17 @@ class Observer:
         return torch.tensor(rows, dtype=torch.int64), torch.tensor(kept, dtype=torch.bool)
 
     def _pass_rows(
-        self, kind: str, tensor: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor
+        self, kind: str, tensor: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, width: int
     ) -> torch.Tensor:
+        """Pass on the kept rows [R, width]; SGLang pads its vocabulary, and cuts it after this."""
         if not bool(kept.any()):
             return tensor
-        given = tensor[kept]
+        given = tensor[kept][:, :width]
         new = pass_on(self.recorder, "lm_head", kind, given, rows[kept])
         if new is given:
             return tensor
         changed = tensor.to(new.dtype, copy=True)
-        changed[kept] = new
+        changed[kept, :width] = new
         return changed
 
     def _linear_tap(self, name: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from minite_diag.engines.sglang_plugin.plugin_hooks import around, replace
 from minite_diag.errors import EngineUnavailable
 from minite_kernels.nvfp4.format import E2M1_MAX, E4M3_MAX
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
@@ -75,7 +76,6 @@ def register(recipe_name: str) -> Recipe:
     Raises EngineUnavailable for another SGLang than the one whose methods these are.
     """
     import sglang
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if sglang.__version__ not in KNOWN_VERSIONS:
         raise EngineUnavailable(
@@ -99,16 +99,12 @@ def register(recipe_name: str) -> Recipe:
         layer.minite_recipe = recipe
         layer.minite_experts = _prepared_experts(method, layer, kept, recipe)
 
-    for target, hook, kind in (
-        (f"{linear}.process_weights_after_loading", prepare_linear, HookType.AROUND),
-        (f"{linear}.apply", apply_linear, HookType.REPLACE),
-        (f"{experts}.__init__", _construct_experts, HookType.AROUND),
-        (f"{experts}.process_weights_after_loading", prepare_experts, HookType.AROUND),
-        (f"{experts}.create_moe_runner", _keep_runner_config, HookType.REPLACE),
-        (f"{experts}.apply", apply_experts, HookType.REPLACE),
-    ):
-        HookRegistry.register(target, hook, kind)
-    HookRegistry.apply_hooks()
+    around(f"{linear}.process_weights_after_loading", prepare_linear)
+    replace(f"{linear}.apply", apply_linear)
+    around(f"{experts}.__init__", _construct_experts)
+    around(f"{experts}.process_weights_after_loading", prepare_experts)
+    replace(f"{experts}.create_moe_runner", _keep_runner_config)
+    replace(f"{experts}.apply", apply_experts)
     return recipe
 
 
