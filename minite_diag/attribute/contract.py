@@ -18,15 +18,19 @@ from minite_diag.attribute.causes import GEMM_FIELDS, RECIPE_FIELDS
 from minite_diag.attribute.finding import Finding
 from minite_diag.attribute.recipes import (
     Found,
+    HeldScale,
     Match,
-    Sample,
-    activation_samples,
+    activation_inputs,
     field_effect,
     search,
     search_gemm,
 )
+from minite_diag.canonical.names import STATIC, SequenceKey
+from minite_diag.checkpoints import fused_group
 from minite_diag.compare import Side
+from minite_diag.metrics import is_bitwise_equal
 from minite_diag.plan import Plan
+from minite_diag.site import Site
 from minite_kernels.nvfp4.recipe import RECIPES, GemmRecipe, OperandRecipe
 
 MIN_SHARE: Final = 0.999
@@ -72,7 +76,9 @@ def contract_findings(
         *_operand_findings("activation", mine.activation, theirs.activation, rows, basis),
         *_gemm_findings(mine.gemm, theirs.gemm, basis),
         *_weight_only(mine, theirs),
+        *static_scale_differences(learner, sampler, rows, mine, theirs),
         *static_scale_findings(sampler),
+        *fused_scale_findings(learner, sampler, basis),
     ]
     return findings, [mine, theirs]
 
@@ -242,31 +248,107 @@ def _weight_only(mine: Contract, theirs: Contract) -> Iterator[Finding]:
 
 
 def static_scale_findings(side: Side) -> Iterator[Finding]:
-    """Static activation scales that clip what came, or leave most of the range unused."""
-    ratios: dict[str, float] = {}
-    clipped: dict[str, float] = {}
-    for sample in activation_samples(side):
-        limit = _limit(sample)
+    """MD112: static activation scales that clip what came, over every quantized linear."""
+    reach: dict[str, float] = {}
+    outside: dict[str, list[int]] = {}
+    for sample in activation_inputs(side):
+        limit = _limit(sample.scale)
         if limit is None:
             continue
         magnitude = sample.x.float().abs()
-        ratios[sample.site] = float(magnitude.max()) / limit
-        clipped[sample.site] = float((magnitude > limit).double().mean())
+        reach[sample.site] = max(reach.get(sample.site, 0.0), float(magnitude.max()) / limit)
+        count = outside.setdefault(sample.site, [0, 0])
+        count[0] += int((magnitude > limit).sum())
+        count[1] += magnitude.numel()
+    clipped = {site: beyond / total for site, (beyond, total) in outside.items()}
     worst = max(clipped, key=lambda site: clipped[site], default=None)
-    if worst is not None and clipped[worst] > SATURATED:
-        yield Finding(
-            "MD112",
-            worst,
-            f"{clipped[worst]:.2%} of the input of {worst} exceeds what its static scale holds "
-            f"({ratios[worst]:.2f}x)",
-            {"clipped": clipped[worst], "amax_over_limit": ratios[worst], "sites": len(ratios)},
-            "measured",
-        )
+    if worst is None or clipped[worst] <= SATURATED:
+        return
+    sites = sorted(site for site, share in clipped.items() if share > SATURATED)
+    yield Finding(
+        "MD112",
+        worst,
+        f"{clipped[worst]:.2%} of the input of {worst} exceeds what its static scale holds "
+        f"({reach[worst]:.2f}x); {len(sites)} of {len(clipped)} static scales clip",
+        {"clipped": clipped[worst], "amax_over_limit": reach[worst], "sites": sites},
+        "measured",
+    )
 
 
-def _limit(sample: Sample) -> float | None:
+def static_scale_differences(
+    learner: Side, sampler: Side, rows: pd.DataFrame, mine: Contract, theirs: Contract
+) -> Iterator[Finding]:
+    """MD118: both sides hold calibrated activation scales, and other ones."""
+    found = (mine.activation, theirs.activation)
+    if any(one is None or not _is_static(one) for one in found):
+        return
+    different = rows[
+        (rows["kind"] == "act_global_decode_scale")
+        & (rows["status"] == "compared")
+        & (rows["bitwise_fraction"] < 1.0)
+    ]
+    if not len(different):
+        return
+    first = different.sort_values("order", kind="stable").iloc[0]
+    key = SequenceKey(first["mode"], first["source"], first["probe"])
+    values = []
+    for side in (learner, sampler):
+        held = side.read(key, Site(first["fqn"], "act_global_decode_scale"))
+        assert held is not None
+        values.append(float(held.tensor.reshape(-1)[0]))
+    sites = list(dict.fromkeys(different["fqn"]))
+    yield Finding(
+        "MD118",
+        first["fqn"],
+        f"{len(sites)} static activation scales differ, the first at {first['fqn']}: "
+        f"{values[0]:.6g} in {learner.trace.id}, {values[1]:.6g} in {sampler.trace.id}",
+        {"learner": values[0], "sampler": values[1], "sites": sites},
+    )
+
+
+def _is_static(found: Found) -> bool:
+    return found.candidates[found.best.name].activation.amax_scope == "static"
+
+
+def fused_scale_findings(learner: Side, sampler: Side, basis: str) -> Iterator[Finding]:
+    """MD113: q/k/v or gate/up share one global weight scale on one side, and not on the other."""
+    shared = [_groups_that_share(side) for side in (learner, sampler)]
+    common = sorted(shared[0].keys() & shared[1].keys())
+    for one, other, mine, theirs in (
+        (learner, sampler, shared[0], shared[1]),
+        (sampler, learner, shared[1], shared[0]),
+    ):
+        groups = [group for group in common if mine[group] and not theirs[group]]
+        if groups:
+            yield Finding(
+                "MD113",
+                groups[0],
+                f"the parts of {groups[0]} share one global weight scale in {one.trace.id} and "
+                f"not in {other.trace.id}; so it is in {len(groups)} of {len(common)} fused modules",
+                {"groups": groups[:50], "count": len(groups)},
+                "proved",
+                basis,
+            )
+
+
+def _groups_that_share(side: Side) -> dict[str, bool]:
+    """Fused module -> whether all of its parts hold the same global decode scale."""
+    scales: dict[str, list[torch.Tensor]] = {}
+    for site in side.sites.get(STATIC, {}):
+        if site.kind == "weight_global_decode_scale":
+            held = side.read(STATIC, site)
+            if held is not None:
+                scales.setdefault(fused_group(site.fqn), []).append(held.tensor.reshape(-1)[:1])
+    return {
+        group: all(is_bitwise_equal(parts[0], part) for part in parts[1:])
+        for group, parts in scales.items()
+        if len(parts) > 1
+    }
+
+
+def _limit(scale: HeldScale) -> float | None:
     """Largest magnitude that a per-tensor scale can hold: 6 * 448 / S."""
-    encode, decode = sample.scale.encode, sample.scale.decode
+    encode, decode = scale.encode, scale.decode
     if encode is not None:
         return E2M1_E4M3_MAX / float(encode) if float(encode) else None
     if decode is None or decode.numel() != 1:

@@ -250,6 +250,31 @@ def _global_scale(side: Side, key: SequenceKey, site: Site) -> HeldScale:
     return HeldScale(decode=scale.reshape(()) if scale.numel() == 1 else scale)
 
 
+@dataclass(frozen=True)
+class ActivationInput:
+    """What went into one quantized linear in one sequence, [T, K], and the scale that held."""
+
+    site: str
+    x: torch.Tensor
+    scale: HeldScale
+
+
+def activation_inputs(side: Side) -> Iterator[ActivationInput]:
+    """The inputs of every linear that shows codes, one at a time; fused parts' input once."""
+    for key, sites in side.sites.items():
+        seen: set[str] = set()
+        for site in sites:
+            group = fused_group(site.fqn)
+            if site.kind != "act_codes" or key.mode != "score" or group in seen:
+                continue
+            seen.add(group)
+            x = side.read(key, Site(site.fqn, "input"))
+            if x is not None and x.tensor.numel():
+                scale = _global_scale(side, key, Site(site.fqn, "act_global_decode_scale"))
+                yield ActivationInput(site.fqn, x.tensor, scale)
+        side.trace.release()
+
+
 def activation_samples(side: Side) -> Iterator[Sample]:
     """Quantized activations of up to MAX_SITES linears, spread over the model."""
     for key, site in _spread(side, "act_codes"):

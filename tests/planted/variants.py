@@ -114,3 +114,10 @@ def qwen2(out: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(out)
     return out
+
+
+def untie(tensors: Tensors) -> None:
+    """A head of its own for a tied model, of an earlier step."""
+    g = torch.Generator().manual_seed(0)
+    w = tensors["model.embed_tokens.weight"].float()
+    tensors["lm_head.weight"] = (w * (1 + 0.02 * torch.randn(w.shape, generator=g))).bfloat16()
