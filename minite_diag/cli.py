@@ -8,17 +8,30 @@ not measure or inconclusive, 130 interrupted.
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from minite_diag import __version__
 from minite_diag.bench.cli import app as bench_app
 from minite_diag.errors import MiniteDiagError, UsageError
+from minite_diag.terminal import (
+    Color,
+    NoProgress,
+    Quiet,
+    command,
+    console,
+    print_error,
+    print_line,
+    reporting_errors,
+    reset,
+    say,
+    shows_progress,
+)
 
 EXIT_CODES = {"measured": 0, "pass": 0, "fail": 1, "inconclusive": 3, "error": 3}
 
@@ -45,24 +58,89 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    color: Color = None,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
 ) -> None:
     """Settings come from the command line, MINITE_DIAG_* variables, then a settings file."""
-    from minite_diag.config import default_map, find_settings
+    from minite_diag.config import default_map, find_settings, unknown_variables
 
-    settings, file = find_settings(Path.cwd())
-    commands = {
-        name: {parameter.name for parameter in command.params if parameter.name}
-        for name, command in context.command.commands.items()  # type: ignore[attr-defined]
-    }
-    context.default_map = default_map(settings, file, commands)
+    settings = find_settings(Path.cwd())
+    commands = _option_names(context.command)
+    context.default_map = default_map(settings, commands)
+    context.obj = settings
+    for name, near in unknown_variables(os.environ, commands):
+        hint = f"; did you mean {near}?" if near else ""
+        print_line(console(), f"warning: {name} is no setting{hint}", "yellow")
 
 
-@app.command()
+def _option_names(group: Any, prefix: str = "") -> dict[str, set[str]]:
+    """Names of the options of each command; "" stands for the group itself."""
+    names = {prefix: {parameter.name for parameter in group.params if parameter.name}}
+    for name, inner in getattr(group, "commands", {}).items():
+        names |= _option_names(inner, f"{prefix} {name}".strip())
+    return names
+
+
+def _profile_names() -> list[str]:
+    from minite_diag.gate.limits import PROFILES
+
+    return list(PROFILES)
+
+
+def _format_names() -> list[str]:
+    from minite_diag.outputs import FORMATS
+
+    return list(FORMATS)
+
+
+def _alignment_names() -> list[str]:
+    from minite_diag.alignments.base import known_alignments
+
+    return ["all", *known_alignments()]
+
+
+def _cause_codes() -> list[str]:
+    from minite_diag.attribute.causes import CAUSES
+
+    return list(CAUSES)
+
+
+def _engine_names() -> list[str]:
+    from minite_diag.engines.registry import engine_targets
+
+    return sorted(engine_targets())
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result on stdout.")]
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        help="text, json, junit, sarif, github or markdown; repeat with -o.",
+        autocompletion=_format_names,
+    ),
+]
+Outputs = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--out", help="File of a --format (its suffix is enough), - is stdout."),
+]
+
+
+@command(app)
 def compare(
     context: typer.Context,
-    learner: Annotated[str, typer.Option(help="Engine that trains: NAME[:key=value,...].")] = "te",
+    learner: Annotated[
+        str,
+        typer.Option(
+            help="Engine that trains: NAME[:key=value,...].", autocompletion=_engine_names
+        ),
+    ] = "te",
     sampler: Annotated[
-        list[str] | None, typer.Option(help="Engine that generates; repeat for several.")
+        list[str] | None,
+        typer.Option(
+            help="Engine that generates; repeat for several.", autocompletion=_engine_names
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="Checkpoint folder, or `demo` / `demo-moe`.")] = "demo",
     probes: Annotated[Path | None, typer.Option(help="JSONL of texts or token ids.")] = None,
@@ -100,27 +178,26 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Run directory; default runs/<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was cut.")] = None,
     align: Annotated[
-        list[str] | None, typer.Option(help="Alignment to apply, or `all`; repeat.")
+        list[str] | None,
+        typer.Option(help="Alignment to apply, or `all`; repeat.", autocompletion=_alignment_names),
     ] = None,
-    gate: Annotated[str | None, typer.Option(help="Judge the run by this profile.")] = None,
+    gate: Annotated[
+        str | None,
+        typer.Option(help="Judge the run by this profile.", autocompletion=_profile_names),
+    ] = None,
     no_attribute: Annotated[
         bool, typer.Option("--no-attribute", help="Leave out the search for causes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print each setting and its origin, and stop.")
-    ] = False,
 ) -> None:
     """Run one model in a learner and in samplers, and say where their bits part."""
-    if show_config:
-        _show_config(context)
-    with _errors(as_json):
+    with reporting_errors(as_json):
         from minite_diag.compare_command import CompareFlow
         from minite_diag.plan import CaptureSpec
         from minite_diag.prepare import CompareRequest, EngineRequest
 
-        flow = CompareFlow(_stderr(), quiet=quiet)
+        request_gate = _gate_request(context, gate)
+        flow = CompareFlow(console(), progress=shows_progress())
         if resume is None:
             request = CompareRequest(
                 learner=EngineRequest.parse(learner),
@@ -150,12 +227,15 @@ def compare(
         else:
             run = resume
         summary = flow.finish(
-            run, resume=resume is not None, profile=gate, attribute=not no_attribute
+            run,
+            resume=resume is not None,
+            gate=request_gate,
+            attribute=not no_attribute,
         )
         _emit(summary, as_json)
 
 
-@app.command()
+@command(app)
 def attribute(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     live: Annotated[
@@ -166,29 +246,34 @@ def attribute(
         int | None, typer.Option(min=1, help="Bound of forward passes with --live.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Say where the gap of a stored run is born and why, with cause codes."""
-    with _errors(as_json):
+    with reporting_errors(as_json):
         from minite_diag.compare_command import CompareFlow
 
-        found = CompareFlow(_stderr(), quiet=quiet).attribute(run, live=live, budget=budget)
+        found = CompareFlow(console(), progress=shows_progress()).attribute(
+            run, live=live, budget=budget
+        )
         if as_json:
             typer.echo(json.dumps(found, indent=1))
 
 
-@app.command()
+@command(app)
 def align(
     run: Annotated[Path | None, typer.Argument(help="Run directory of a compare.")] = None,
     name: Annotated[
-        list[str] | None, typer.Option("--align", help="Alignment, or `all` (default); repeat.")
+        list[str] | None,
+        typer.Option(
+            "--align",
+            help="Alignment, or `all` (default); repeat.",
+            autocompletion=_alignment_names,
+        ),
     ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List alignments, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Run the same plan again with alignments added one by one: how far the gap closes."""
-    with _errors(as_json):
+    with reporting_errors(as_json):
         from minite_diag.alignments.base import known_alignments
 
         if list_all:
@@ -202,18 +287,21 @@ def align(
             raise UsageError("no run directory", "minite-diag align RUN, or align --list")
         from minite_diag.compare_command import CompareFlow
 
-        result = CompareFlow(_stderr(), quiet=quiet).align(run, name or [])
+        result = CompareFlow(console(), progress=shows_progress()).align(run, name or [])
         if as_json:
             typer.echo(json.dumps(result, indent=1))
         raise typer.Exit(EXIT_CODES[result["after"]["verdict"]])
 
 
-@app.command()
+@command(app)
 def explain(
-    code: Annotated[str | None, typer.Argument(help="Cause code, such as MD102.")] = None,
+    code: Annotated[
+        str | None,
+        typer.Argument(help="Cause code, such as MD102.", autocompletion=_cause_codes),
+    ] = None,
 ) -> None:
     """What a cause is, how to confirm it, how to fix it; without a code, list all."""
-    with _errors(False):
+    with reporting_errors():
         from minite_diag.attribute.causes import CAUSES, page
 
         if code is None:
@@ -223,45 +311,109 @@ def explain(
             typer.echo(page(code).rstrip())
 
 
-@app.command()
+@command(app)
 def gate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     profile: Annotated[
-        str, typer.Option(help="bitwise, bf16-dense, bf16-moe, fp8, nvfp4.")
+        str,
+        typer.Option(
+            help="bitwise, bf16-dense, bf16-moe, fp8 or nvfp4.", autocompletion=_profile_names
+        ),
     ] = "nvfp4",
-    mean_abs: Annotated[float | None, typer.Option(min=0.0, help="Other threshold.")] = None,
-    k3_kl: Annotated[float | None, typer.Option(min=0.0, help="Other threshold.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="METRIC=VALUE[..WARN][@SITE-GLOB] beside or instead; repeat."),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="JSON file of what was reached before: no worse than that.")
+    ] = None,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Write what is better into the file.")
+    ] = False,
+    formats: Formats = None,
+    out: Outputs = None,
+    as_json: AsJson = False,
 ) -> None:
     """Judge a stored run by thresholds: exit 0 pass, 1 fail, 3 inconclusive or error."""
-    with _errors(as_json):
-        from minite_diag.gate import check_gate, with_gate
+    with reporting_errors(as_json):
+        from minite_diag.gate import GateRequest, check_gate, parse_limit, with_gate
         from minite_diag.report.console import print_gate
-        from minite_diag.summary import summarize
+        from minite_diag.stored_summary import read_summary
 
-        summary = summarize(run)
-        overrides = {k: v for k, v in (("mean_abs", mean_abs), ("k3_kl", k3_kl)) if v is not None}
-        summary = with_gate(summary, check_gate(run, summary, profile, overrides))
-        print_gate(summary, _stderr())
-        _emit(summary, as_json)
+        if update_baseline and baseline is None:
+            raise UsageError("--update-baseline without a file", "add --baseline FILE")
+        targets = _targets(formats, out, as_json)
+        request = GateRequest(
+            profile,
+            tuple(parse_limit(text) for text in limit or ()),
+            baseline,
+            update_baseline,
+            _waivers(context),
+        )
+        summary = read_summary(run)
+        summary = with_gate(summary, check_gate(run, summary, request))
+        if not any(file == "-" for _, file in targets):
+            print_gate(summary, console())
+        _write(summary, targets)
+        raise typer.Exit(EXIT_CODES[summary["verdict"]])
 
 
-@app.command()
+@command(app)
 def report(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="File; default RUN/report.html.")
+    other: Annotated[
+        Path | None, typer.Argument(help="A later run: report what changed from RUN to it.")
     ] = None,
+    formats: Formats = None,
+    out: Outputs = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Render the HTML report of a stored run."""
-    with _errors(False):
+    """Render a stored run (default RUN/report.html), or the change between two runs."""
+    with reporting_errors(as_json):
+        if other is not None:
+            from minite_diag.change import compare_runs
+            from minite_diag.outputs.change import FORMATS, render_change
+
+            change = compare_runs(run, other)
+            for name, file in _targets(formats, out, as_json, FORMATS) or [("text", "-")]:
+                _put(render_change(change, name), file)
+            return
+        from minite_diag.stored_summary import read_summary
+
+        summary = read_summary(run)
+        if formats or as_json or any(not file.endswith(".html") for file in out or ()):
+            _write(summary, _targets(formats, out, as_json))
+            raise typer.Exit(EXIT_CODES[summary["verdict"]])
         from minite_diag.report.html import write_report
-        from minite_diag.summary import summarize
 
-        typer.echo(write_report(run, summarize(run), out))
+        for file in out or [str(run / "report.html")]:
+            typer.echo(write_report(run, summary, Path(file)))
 
 
-@app.command()
+@command(app)
+def repro(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    site: Annotated[
+        str | None, typer.Option(help="FQN:KIND; default: where the bits first part.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder; default RUN/repro-SITE.")
+    ] = None,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="Leave out probe names and token positions.")
+    ] = False,
+) -> None:
+    """Write the operands of one site and a script that shows its mismatch with torch alone."""
+    with reporting_errors():
+        from minite_diag.repro import write_bundle
+
+        bundle = write_bundle(run, site, out, redact=redact)
+        say(f"{bundle.mismatches} of {bundle.elements} elements of {bundle.site} differ")
+        typer.echo(bundle.folder)
+
+
+@command(app)
 def export(
     model: Annotated[str, typer.Argument(help="Master checkpoint folder, `demo` or `demo-moe`.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the new checkpoint.")],
@@ -273,17 +425,17 @@ def export(
     ] = None,
 ) -> None:
     """Write the NVFP4 checkpoint that a sampler loads: the refit step of RL."""
-    with _errors(False):
+    with reporting_errors():
         from minite_diag.prepare import export_checkpoint
 
-        written = export_checkpoint(model, out, recipe, layout, quantize, probes, _say(_stderr()))
+        written = export_checkpoint(model, out, recipe, layout, quantize, probes, say)
         typer.echo(written)
 
 
-@app.command()
+@command(app)
 def recipes() -> None:
     """List the arithmetics that quantizers and GEMMs of known engines compute."""
-    with _errors(False):
+    with reporting_errors():
         from minite_kernels.nvfp4.recipe import RECIPES
 
         for name, recipe in RECIPES.items():
@@ -315,64 +467,65 @@ def _pythons(items: list[str]) -> dict[str, str]:
     return result
 
 
-def _stderr() -> Console:
-    return Console(stderr=True)
-
-
-def _print(console: Console, text: str, style: str = "") -> None:
-    # Not wrapped: a path or command that is broken over two lines can't be copied.
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def _say(console: Console) -> Callable[[str], None]:
-    return lambda text: _print(console, text, "dim")
-
-
 def _emit(summary: dict[str, Any], as_json: bool) -> NoReturn:
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        _write(summary, [("json", "-")])
     raise typer.Exit(EXIT_CODES[summary["verdict"]])
 
 
-def _show_config(context: typer.Context) -> NoReturn:
-    for parameter in context.command.params:
-        if parameter.name and parameter.name not in ("show_config", "help"):
-            source = context.get_parameter_source(parameter.name)
-            origin = source.name.lower() if source else "default"
-            typer.echo(f"{parameter.name} = {context.params[parameter.name]!r}  ({origin})")
-    raise typer.Exit
+def _targets(
+    formats: list[str] | None,
+    out: list[str] | None,
+    as_json: bool,
+    known: Iterable[str] | None = None,
+) -> list[tuple[str, str]]:
+    """(format, file) of what was asked for; `--json` is `--format json` on stdout."""
+    from minite_diag.outputs import plan_outputs
+
+    targets = plan_outputs(formats or [], out or [], known)
+    return [*targets, ("json", "-")] if as_json and ("json", "-") not in targets else targets
 
 
-class _errors:
-    """Prints a MiniteDiagError as one message with its next step, and exits with its code."""
+def _write(summary: dict[str, Any], targets: list[tuple[str, str]]) -> None:
+    from minite_diag.outputs import render
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    for name, file in targets:
+        _put(render(summary, name), file)
 
-    def __enter__(self) -> None:
+
+def _put(text: str, file: str) -> None:
+    if file == "-":
+        typer.echo(text, nl=False)
+    else:
+        from minite_diag.outputs import write_output
+
+        write_output(text, file)
+        say(f"wrote {file}")
+
+
+def _gate_request(context: typer.Context, profile: str | None) -> Any:
+    """What `--gate PROFILE` asks; checked before anything runs."""
+    if profile is None:
         return None
+    from minite_diag.gate import GateRequest, get_profile
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MiniteDiagError):
-            console = _stderr()
-            _print(console, f"error: {error.message}", "red")
-            if error.hint:
-                _print(console, f"next:  {error.hint}")
-            if self.as_json:
-                record = {"message": error.message, "hint": error.hint}
-                typer.echo(json.dumps({"schema": 1, "verdict": "error", "error": record}))
-            raise typer.Exit(error.exit_code) from None
-        if isinstance(error, KeyboardInterrupt):
-            _stderr().print("interrupted: what was captured is kept", style="yellow")
-            raise typer.Exit(130) from None
+    return GateRequest(get_profile(profile).name, waivers=_waivers(context))
+
+
+def _waivers(context: typer.Context) -> tuple[Any, ...]:
+    from minite_diag.gate.waivers import read_waivers
+
+    settings = context.find_root().obj
+    return tuple(read_waivers(settings.waivers, settings.file))
 
 
 def main() -> None:
     """Console entry point."""
+    reset()
     try:
         app(prog_name="minite-diag")
     except MiniteDiagError as error:
-        print(f"error: {error.message}\nnext:  {error.hint}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
 
 

@@ -12,22 +12,24 @@ from typing import Any
 from rich.console import Console
 
 from minite_diag.capture.runner import CaptureResult, capture
+from minite_diag.gate import GateRequest
 from minite_diag.plan import EngineSpec, read_plan
 from minite_diag.prepare import CompareRequest, make_run_folder, prepare
 from minite_diag.report.console import print_summary
+from minite_diag.terminal import error_console, print_line
 
 
 class CompareFlow:
     """plan -> capture -> compare -> summary, report, gate."""
 
-    def __init__(self, console: Console, *, quiet: bool) -> None:
+    def __init__(self, console: Console, *, progress: bool) -> None:
         self.console = console
-        self.quiet = quiet
+        self.progress = progress
 
     def say(self, text: str) -> None:
-        """One progress line, unless quiet."""
-        if not self.quiet:
-            self.console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+        """One progress line, if they are wanted."""
+        if self.progress:
+            print_line(self.console, text, "dim")
 
     def prepare(self, request: CompareRequest, out: Path | None) -> Path:
         """Make the run directory and the plan; returns the directory."""
@@ -40,13 +42,13 @@ class CompareFlow:
         return run
 
     def finish(
-        self, run: Path, *, resume: bool, profile: str | None, attribute: bool
+        self, run: Path, *, resume: bool, gate: GateRequest | None, attribute: bool
     ) -> dict[str, Any]:
         """Capture what is missing, compare, attribute, summarize; returns the summary object."""
         from minite_diag.compare import compare
         from minite_diag.gate import check_gate, with_gate
         from minite_diag.report.html import write_report
-        from minite_diag.summary import summarize
+        from minite_diag.stored_summary import read_summary
 
         plan = read_plan(run)
         results = capture(plan, run, self._report, resume=resume)
@@ -57,9 +59,9 @@ class CompareFlow:
         if attribute:
             self.say("searching for causes")
             self._attribute(run, live=False, budget=None)
-        summary = summarize(run)
-        if profile is not None:
-            summary = with_gate(summary, check_gate(run, summary, profile, {}))
+        summary = read_summary(run)
+        if gate is not None:
+            summary = with_gate(summary, check_gate(run, summary, gate))
         write_report(run, summary, None)
         print_summary(summary, self.console)
         return summary
@@ -67,10 +69,10 @@ class CompareFlow:
     def attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
         """Attribute a stored run and render its report again; returns the attribution object."""
         from minite_diag.report.html import write_report
-        from minite_diag.summary import summarize
+        from minite_diag.stored_summary import read_summary
 
         found = self._attribute(run, live=live, budget=budget)
-        summary = summarize(run)
+        summary = read_summary(run)
         write_report(run, summary, None)
         print_summary(summary, self.console)
         return found
@@ -108,4 +110,4 @@ class CompareFlow:
             ("next: ", result.hint),
             ("log:  ", result.log),
         ):
-            self.console.print(f"{name} {text}", highlight=False, markup=False, soft_wrap=True)
+            print_line(error_console(), f"{name} {text}")

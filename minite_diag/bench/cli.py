@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from minite_diag.errors import MiniteDiagError
+from minite_diag.terminal import command, console, reporting_errors, say
 
 if TYPE_CHECKING:
     from minite_diag.bench.measurement import Measurement
@@ -24,7 +23,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@command(app)
 def capture(
     model: Annotated[
         list[str] | None,
@@ -36,18 +35,18 @@ def capture(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows on stdout.")] = False,
 ) -> None:
     """Hooked against bare forward: time with full tensors and statistics only, extra memory."""
-    with _errors():
+    with reporting_errors():
         from minite_diag.bench.capture import bench_capture
 
         rows = [
             row
             for name in model or ["demo-moe", "demo"]
-            for row in bench_capture(name, engine, tokens, repeats, _say)
+            for row in bench_capture(name, engine, tokens, repeats, say)
         ]
     _show(rows, "bench capture", as_json)
 
 
-@app.command()
+@command(app)
 def compare(
     run: Annotated[Path, typer.Argument(help="Run directory with captured tensors.")],
     peer: Annotated[
@@ -61,14 +60,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows on stdout.")] = False,
 ) -> None:
     """The compare stage against a plain read of its files and against SGLang's comparator."""
-    with _errors():
+    with reporting_errors():
         from minite_diag.bench.compare import bench_compare
 
-        rows = bench_compare(run, peer, repeats, peer_bytes, _say)
+        rows = bench_compare(run, peer, repeats, peer_bytes, say)
     _show(rows, "bench compare", as_json)
 
 
-@app.command()
+@command(app)
 def kernels(
     name: Annotated[
         list[str] | None,
@@ -78,36 +77,16 @@ def kernels(
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows on stdout.")] = False,
 ) -> None:
     """Every kernel on this machine's device against named peers, in one run."""
-    with _errors():
+    with reporting_errors():
         from minite_diag.bench.kernels import bench_kernels
 
-        rows = bench_kernels(device, name, _say)
+        rows = bench_kernels(device, name, say)
     _show(rows, "bench kernels", as_json)
-
-
-def _say(text: str) -> None:
-    console = Console(stderr=True)
-    console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(rows: list[Measurement], title: str, as_json: bool) -> None:
     from minite_diag.bench.measurement import print_table, to_json
 
-    print_table(rows, title, Console(stderr=True))
+    print_table(rows, title, console())
     if as_json:
         typer.echo(to_json(rows))
-
-
-class _errors:  # noqa: N801
-    """Prints a MiniteDiagError as one message with its next step, and exits with its code."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, MiniteDiagError):
-            console = Console(stderr=True)
-            console.print(f"error: {error.message}", style="red", markup=False, soft_wrap=True)
-            if error.hint:
-                console.print(f"next:  {error.hint}", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(error.exit_code) from None

@@ -11,10 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from minite_diag.report import words
 
 MAX_CAUSES = 6
+NARROW = 60
+"""Columns below which tables become lists and names stand above their text."""
 STYLES = {"measured": "bold", "pass": "bold green", "fail": "bold red"}
 
 
@@ -93,6 +96,15 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
 
 
 def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
+    if console.width < NARROW:
+        for site in worst:
+            _line(
+                console,
+                f"{site['site']}:{site['kind']}",
+                f"rel L2 {words.number(site['rel_l2'])} "
+                f"(its input {words.number(site['input_rel_l2'])})",
+            )
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("worst sites", overflow="fold")
     for heading in ("rel L2", "of its input", "bits equal"):
@@ -108,25 +120,38 @@ def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
 
 
 def _line(console: Console, name: str, text: str, style: str = "") -> None:
-    body = f"[{style}]{escape(text)}[/]" if style else escape(text)
-    console.print(f"[dim]{name:>11}[/]  {body}", highlight=False, soft_wrap=True)
+    """Name and text; on a narrow terminal the text goes under its name, wrapped at spaces."""
+    if console.width < NARROW:
+        if name:
+            console.print(f"[dim]{escape(name)}[/]", highlight=False)
+        # Long words are left whole: a path that is broken over two lines can't be copied.
+        body = Text(text, style=style)
+        lines = body.wrap(console, console.width - 2, overflow="ignore")
+        for line in lines:
+            console.print("  ", line, sep="", highlight=False, soft_wrap=True)
+        return
+    marked = f"[{style}]{escape(text)}[/]" if style else escape(text)
+    console.print(f"[dim]{name:>11}[/]  {marked}", highlight=False, soft_wrap=True)
 
 
 def print_gate(summary: dict[str, Any], console: Console) -> None:
-    """The gate's verdict and each check behind it."""
+    """The gate's verdict, each check behind it, and the notes."""
     gate = summary["gate"]
     style = STYLES.get(gate["verdict"], "bold yellow")
-    console.print(f"[{style}]{escape(words.headline(summary))}[/]", highlight=False)
+    console.print(
+        f"[{style}]{escape(gate['verdict'])}[/] (profile {escape(gate['profile'])})",
+        highlight=False,
+    )
+    shown = {words.check(check) for check in gate["checks"]}
+    for reason in gate["reasons"]:
+        if reason not in shown:
+            _line(console, "", reason)
     for check in gate["checks"]:
-        if "estimate" in check:
-            _line(
-                console,
-                check["verdict"],
-                f"{check['learner']} vs {check['sampler']}, {check['mode']} {check['metric']}: "
-                f"{words.number(check['estimate'])} "
-                f"[{words.number(check['low'])}, {words.number(check['high'])}], "
-                f"limit {words.number(check['limit'])}, {check['tokens']} tokens",
-            )
+        _line(console, "waived" if check["waived"] else check["verdict"], words.check(check))
+        if check["waived"]:
+            _line(console, "", f"{check['waived']['reason']}, until {check['waived']['expires']}")
+    for note in gate["notes"]:
+        _line(console, "note", note)
 
 
 def print_ladder(result: dict[str, Any], console: Console) -> None:

@@ -41,6 +41,18 @@ def headline(summary: dict[str, Any]) -> str:
     return "measured" if summary["pairs"] else "nothing was compared"
 
 
+def check(found: dict[str, Any]) -> str:
+    """One check of the gate: where, value, interval, limit, and why if it isn't clear."""
+    place = found["worst"] or found["mode"]
+    name = f"{found['sampler']} {place} {found['metric']}".replace("  ", " ")
+    if found["estimate"] is None:
+        return f"{name}: {found['reason']}"
+    ends = "" if found["low"] is None else f" [{number(found['low'])}, {number(found['high'])}]"
+    against = "baseline" if found["rule"] == "baseline" else "limit"
+    text = f"{name} {number(found['estimate'])}{ends}, {against} {number(found['limit'])}"
+    return f"{text}: {found['reason']}" if found["reason"] else text
+
+
 def gap(pair: dict[str, Any]) -> str:
     """The log-probability gap of one pair."""
     modes = pair["logprob"]
