@@ -14,6 +14,9 @@ READY := $(VENV)/.ready-$(LOCK)
 DEV_READY := $(VENV)/.dev-ready-$(DEV_LOCK)
 ORACLES := .oracles
 TRITON := .triton
+# SGLang pins other packages than vLLM: an environment of its own, found through this variable.
+export MINITE_DIAG_ENVIRONMENTS ?= $(CURDIR)/.environments
+SGLANG := $(MINITE_DIAG_ENVIRONMENTS)/sglang/minite-diag-ready.txt
 RUN ?= runs/demo
 export OMP_NUM_THREADS ?= 2
 
@@ -23,7 +26,7 @@ demo: $(READY)
 	rm -rf $(RUN)
 	$(BIN)/minite-diag compare --learner te --sampler vllm --model demo --out $(RUN)
 
-test: $(DEV_READY) lint wheel
+test: $(DEV_READY) $(SGLANG) lint wheel
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(DEV_READY)
@@ -51,5 +54,8 @@ $(DEV_READY): $(READY) requirements/dev.txt $(ORACLE_LIST) $(TRITON_LIST)
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps --target $(TRITON) -r $(TRITON_LIST)
 	touch $@
 
+$(SGLANG): minite_diag/environments/sglang.txt $(wildcard minite_diag/environments/*/*.py) pyproject.toml | $(DEV_READY)
+	$(BIN)/minite-diag env create sglang
+
 clean:
-	rm -rf $(VENV) $(ORACLES) $(TRITON) build dist
+	rm -rf $(VENV) .environments $(ORACLES) $(TRITON) build dist

@@ -18,6 +18,7 @@ import typer
 
 from minite_diag import __version__
 from minite_diag.bench.cli import app as bench_app
+from minite_diag.environments.cli import app as env_app
 from minite_diag.errors import MiniteDiagError, UsageError
 from minite_diag.terminal import (
     Color,
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(env_app, name="env")
 
 
 def _version(value: bool) -> None:

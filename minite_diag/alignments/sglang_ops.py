@@ -158,16 +158,14 @@ def align_attention(_: Any) -> Iterator[str]:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        *args: Any,
-        causal: bool = False,
+        encoder_lens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         # One query a sequence, its last: there is nothing to mask, and SGLang says causal=False.
         ones = torch.ones_like(seq_lens)
-        where = (req_to_token, req_pool_indices, seq_lens, seq_lens - ones, ones)
-        return extend(
-            backend, query, output, k_cache, v_cache, *where, *args, causal=True, **kwargs
-        )
+        cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+        kwargs["causal"] = True
+        return extend(backend, query, output, *cache, seq_lens - ones, ones, encoder_lens, **kwargs)
 
     backend = f"{LAYERS}.attention.torch_native_backend.TorchNativeAttnBackend"
     yield replace(f"{backend}._run_sdpa_forward_extend", extend)
