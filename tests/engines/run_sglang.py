@@ -6,12 +6,14 @@ Writes a trace folder and `out/results.json`.
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import TokenSequence
 from minite_diag.engines.sglang import SglangEngine
+from minite_diag.engines.sglang_plugin.plugin_hooks import replace
 from minite_diag.errors import MiniteDiagError
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan
 from minite_diag.probe import Probe
@@ -51,6 +53,11 @@ def error_of(action) -> dict:
     return {"kind": "none", "message": ""}
 
 
+def hook_twice() -> None:
+    for _ in range(2):
+        replace("sglang.srt.layers.activation.SiluAndMul.forward_cuda", print)
+
+
 def main(job: dict) -> None:
     plan, out = make_plan(job), Path(job["out"])
     engine = SglangEngine()
@@ -75,6 +82,9 @@ def main(job: dict) -> None:
         "too_long": error_of(lambda: engine.score(too_long)),
     }
     batch = engine.score_batch(prompts)
+    passes = engine.runner.forward_pass_id
+    chunked = engine.score_chunked(prompts[0], 16)
+    passes = engine.runner.forward_pass_id - passes
     after_errors = engine.score(prompts[0])
     layout = dataclasses.asdict(info.layout)
     writer.manifest({"engine": {"id": "sglang"}, "status": "ok", "layout": layout})
@@ -94,6 +104,10 @@ def main(job: dict) -> None:
         "sampled": [dataclasses.asdict(s) for s in sampled],
         "rescored": [dataclasses.asdict(s) for s in rescored],
         "batch": [dataclasses.asdict(s) for s in batch],
+        "chunked": dataclasses.asdict(chunked),
+        "chunks": passes,
+        "missing_hook": error_of(lambda: replace("sglang.srt.layers.layernorm.RMSNorm.no", print)),
+        "taken_hook": error_of(hook_twice),
         "errors": errors,
         "after_errors": dataclasses.asdict(after_errors),
     }
@@ -119,6 +133,4 @@ if __name__ == "__main__":
         main(description)
     sys.stdout.flush()
     # The scheduler leaves threads behind that would hold the process.
-    import os
-
     os._exit(0)
