@@ -5,6 +5,7 @@ Knows the summary object. Invariant: names from models and probes can't make mar
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -13,7 +14,7 @@ from minite_diag.attribute.causes import page
 from minite_diag.report import words
 
 MAX_CAUSES: Final = 10
-_MARKUP: Final = re.compile(r"([\\`*_{}\[\]<>|~#!&@$])")
+_MARKUP: Final = re.compile(r"([\\`*_{}\[\]|~#!@$])")
 
 
 def to_markdown(summary: dict[str, Any]) -> str:
@@ -32,7 +33,12 @@ def to_markdown(summary: dict[str, Any]) -> str:
 
 def plain(text: str) -> str:
     """Text that Markdown shows as it is, on one line."""
-    return _MARKUP.sub(r"\\\1", " ".join(text.split()))
+    return _MARKUP.sub(r"\\\1", tag_free(text))
+
+
+def tag_free(text: str) -> str:
+    """Text that HTML shows as it is, on one line: Markdown's escapes mean nothing in a tag."""
+    return html.escape(" ".join(text.split()), quote=False)
 
 
 def _code(text: str) -> str:
@@ -93,7 +99,7 @@ def _pair(pair: dict[str, Any]) -> list[str]:
     lines = [f"### {plain(f'{names[0]} vs {names[1]}')}", "", f"- gap: {plain(words.gap(pair))}"]
     lines += [f"- first split: {plain(words.divergence(pair))}", ""]
     for cause in (pair["causes"] or [])[:MAX_CAUSES]:
-        summary = f"<b>{cause['code']}</b> {plain(cause['text'])}"
+        summary = f"<b>{cause['code']}</b> {tag_free(cause['text'])}"
         lines += ["<details>", f"<summary>{summary}</summary>", "", _page(cause["code"])]
         lines += ["", "</details>", ""]
     return lines
