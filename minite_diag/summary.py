@@ -85,8 +85,9 @@ def _next(run: Path, failed: list[dict[str, Any]], pairs: list[dict[str, Any]]) 
     """The command that a person would run now."""
     if failed:
         return f"minite-diag compare --resume {run}"
-    if any(not pair["comparable"] for pair in pairs):
-        return f"minite-diag explain {pairs[0]['causes'][0]['code']}"
+    strange = [pair for pair in pairs if not pair["comparable"]]
+    if strange:
+        return f"minite-diag explain {strange[0]['causes'][0]['code']}"
     if any(pair["first_divergence"] is not None for pair in pairs):
         return f"minite-diag align {run}"
     return f"minite-diag gate {run} --profile bitwise"

@@ -66,12 +66,14 @@ def _basis(side: Side) -> str:
 
 
 def contract_findings(
-    plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame
-) -> tuple[list[Finding], list[Contract]]:
-    """Causes in the quantized linears of a pair; `rows` are the pair's comparison rows."""
-    mine, theirs = read_contract(plan, learner), read_contract(plan, sampler)
+    learner: Side, sampler: Side, rows: pd.DataFrame, mine: Contract, theirs: Contract
+) -> list[Finding]:
+    """Causes in the quantized linears of a pair.
+
+    `rows` are the pair's comparison rows, `mine` and `theirs` the contracts of its engines.
+    """
     basis = _least_native(mine.basis, theirs.basis)
-    findings = [
+    return [
         *_operand_findings("weight", mine.weight, theirs.weight, rows, basis),
         *_operand_findings("activation", mine.activation, theirs.activation, rows, basis),
         *_gemm_findings(mine.gemm, theirs.gemm, basis),
@@ -80,7 +82,6 @@ def contract_findings(
         *static_scale_findings(sampler),
         *fused_scale_findings(learner, sampler, basis),
     ]
-    return findings, [mine, theirs]
 
 
 def _least_native(*statuses: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from minite_diag.attribute.contract import Contract, contract_findings
+from minite_diag.attribute.contract import Contract, contract_findings, read_contract
 from minite_diag.attribute.finding import Finding
 from minite_diag.attribute.operators import logprob_finding, operator_findings
 from minite_diag.attribute.preflight import other_tokens, preflight
@@ -46,8 +46,9 @@ def attribute(
         for spec in plan.engines
         if (run / "traces" / spec.id / "tokens.parquet").exists()
     }
+    contracts = {id: read_contract(plan, side) for id, side in sides.items()}
     pairs = [
-        _pair(plan, sides[a], sides[b], _of(comparison, a, b), _of(logprobs, a, b))
+        _pair(plan, (sides[a], sides[b]), contracts, _of(comparison, a, b), _of(logprobs, a, b))
         for a, b in plan.pairs
         if a in sides and b in sides
     ]
@@ -65,11 +66,17 @@ def _of(frame: pd.DataFrame, baseline: str, target: str) -> pd.DataFrame:
 
 
 def _pair(
-    plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame, logprobs: pd.DataFrame
+    plan: Plan,
+    pair: tuple[Side, Side],
+    contracts: dict[str, Contract],
+    rows: pd.DataFrame,
+    logprobs: pd.DataFrame,
 ) -> dict[str, Any]:
+    learner, sampler = pair
+    sides = [contracts[side.trace.id] for side in pair]
     hits = [*other_tokens(learner, sampler), *preflight(logprobs, learner, sampler.trace.id)]
     basis = "modelled" if _is_modelled(learner, sampler) else "native"
-    contract, sides = contract_findings(plan, learner, sampler, rows)
+    contract = contract_findings(learner, sampler, rows, *sides)
     layers = routing_layers(learner, sampler)
     findings = [
         *(_semantic(hit.code, hit.text, hit.value, hit.closed) for hit in hits),

@@ -90,7 +90,7 @@ RECIPES = {
     "te:recipe=te-row-scaled": ("MD101", "activation quantizer"),
     "te:recipe=te-4over6": ("MD105", "weight quantizer"),
     "te:recipe=te-fast-math": ("MD106", "activation quantizer"),
-    "te:fused_weights=false": ("MD113", "model.layers.0.mlp.experts.0.gate_up_proj"),
+    "te:fused_weights=false": ("MD113", "model.layers.0.self_attn.qkv_proj"),
 }
 
 
