@@ -26,6 +26,7 @@ from minite_diag.terminal import (
     Quiet,
     command,
     console,
+    help_width,
     print_error,
     print_line,
     reporting_errors,
@@ -41,7 +42,14 @@ app = typer.Typer(
     help="Find, explain and close the execution gap between an RL learner and its sampler.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "MINITE_DIAG"},
+    rich_markup_mode=None,
+    epilog="Each option can be set by a variable, such as MINITE_DIAG_COMPARE_SEED, or in minite.toml; "
+    "COMMAND --show-config says where each value comes from.",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "MINITE_DIAG",
+        **help_width(),
+    },
 )
 
 app.add_typer(bench_app, name="bench")
@@ -58,7 +66,14 @@ def _version(value: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            show_envvar=False,
+            help="Print the version.",
+        ),
     ] = False,
     color: Color = None,
     quiet: Quiet = False,
@@ -276,7 +291,7 @@ def align(
 ) -> None:
     """Run the same plan again with alignments added one by one: how far the gap closes."""
     with reporting_errors(as_json):
-        from minite_diag.alignments.base import known_alignments
+        from minite_diag.alignments.base import known_alignments, resolve_alignments
 
         if list_all:
             for found in known_alignments().values():
@@ -287,6 +302,7 @@ def align(
             raise typer.Exit
         if run is None:
             raise UsageError("no run directory", "minite-diag align RUN, or align --list")
+        resolve_alignments(name or [])
         from minite_diag.compare_command import CompareFlow
 
         result = CompareFlow(console(), progress=shows_progress()).align(run, name or [])
@@ -333,7 +349,7 @@ def gate(
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Write what is better into the file.")
     ] = False,
-    formats: Formats = None,
+    format: Formats = None,
     out: Outputs = None,
     as_json: AsJson = False,
 ) -> None:
@@ -345,7 +361,7 @@ def gate(
 
         if update_baseline and baseline is None:
             raise UsageError("--update-baseline without a file", "add --baseline FILE")
-        targets = _targets(formats, out, as_json)
+        targets = _targets(format, out, as_json)
         request = GateRequest(
             profile,
             tuple(parse_limit(text) for text in limit or ()),
@@ -367,7 +383,7 @@ def report(
     other: Annotated[
         Path | None, typer.Argument(help="A later run: report what changed from RUN to it.")
     ] = None,
-    formats: Formats = None,
+    format: Formats = None,
     out: Outputs = None,
     as_json: AsJson = False,
 ) -> None:
@@ -378,14 +394,14 @@ def report(
             from minite_diag.outputs.change import FORMATS, render_change
 
             change = compare_runs(run, other)
-            for name, file in _targets(formats, out, as_json, FORMATS) or [("text", "-")]:
+            for name, file in _targets(format, out, as_json, FORMATS) or [("text", "-")]:
                 _put(render_change(change, name), file)
             return
         from minite_diag.stored_summary import read_summary
 
         summary = read_summary(run)
-        if formats or as_json or any(not file.endswith(".html") for file in out or ()):
-            _write(summary, _targets(formats, out, as_json))
+        if format or as_json or any(not file.endswith(".html") for file in out or ()):
+            _write(summary, _targets(format, out, as_json))
             raise typer.Exit(EXIT_CODES[summary["verdict"]])
         from minite_diag.report.html import write_report
 

@@ -47,6 +47,7 @@ class CompareFlow:
         """Capture what is missing, compare, attribute, summarize; returns the summary object."""
         from minite_diag.compare import compare
         from minite_diag.gate import check_gate, with_gate
+        from minite_diag.gate.evidence import check_site_globs
         from minite_diag.report.html import write_report
         from minite_diag.stored_summary import read_summary
 
@@ -56,6 +57,7 @@ class CompareFlow:
             self._say_result(result)
         self.say("comparing")
         compare(run)
+        check_site_globs(run, plan)
         if attribute:
             self.say("searching for causes")
             self._attribute(run, live=False, budget=None)

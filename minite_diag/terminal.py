@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -55,6 +56,7 @@ Color = Annotated[
         callback=_set_color,
         is_eager=True,
         envvar="MINITE_DIAG_COLOR",
+        show_envvar=False,
         metavar="auto|always|never",
         autocompletion=lambda: list(COLORS),
         help="Colour on a terminal (auto; NO_COLOR is obeyed), always or never.",
@@ -68,6 +70,7 @@ Quiet = Annotated[
         callback=_switch(_quiet),
         is_eager=True,
         envvar="MINITE_DIAG_QUIET",
+        show_envvar=False,
         help="Print errors and data only.",
     ),
 ]
@@ -78,6 +81,7 @@ NoProgress = Annotated[
         callback=_switch(_no_progress),
         is_eager=True,
         envvar="MINITE_DIAG_NO_PROGRESS",
+        show_envvar=False,
         help="No progress lines.",
     ),
 ]
@@ -90,6 +94,7 @@ TERMINAL_OPTIONS: Final = {
     "no_progress": (NoProgress, False),
     "show_config": (ShowConfig, False),
 }
+MIN_HELP: Final = 52
 _CONTEXT: Final = "terminal_context"
 
 
@@ -118,12 +123,26 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
         ]
         if own is None:
             parameters.append(inspect.Parameter(_CONTEXT, keyword, annotation=typer.Context))
+        for parameter in parameters:
+            _without_variable(parameter.annotation)
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         app.command(name)(run)
         return function
 
     return register
+
+
+def _without_variable(annotation: Any) -> None:
+    """Help that names a variable at every option can't be read; --show-config names them."""
+    for item in getattr(annotation, "__metadata__", ()):
+        item.show_envvar = False
+
+
+def help_width() -> dict[str, int]:
+    """Click's help is never narrower than 50 columns unless it is told so."""
+    columns = shutil.get_terminal_size().columns
+    return {"terminal_width": columns - 1} if columns < MIN_HELP else {}
 
 
 def show_config(context: typer.Context) -> None:

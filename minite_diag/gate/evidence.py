@@ -20,6 +20,8 @@ from minite_diag.errors import UsageError
 from minite_diag.gate.columns import Bools, Labels, booleans, floats, integers
 from minite_diag.gate.limits import suggestion
 from minite_diag.gate.statistics import Floats, Ints
+from minite_diag.plan import Plan
+from minite_diag.site import KINDS
 from minite_diag.trace.schema import COMPARISON, LOGPROBS, read_table
 
 Pair = tuple[str, str]
@@ -140,6 +142,26 @@ class SiteTable:
             probe.codes[compared].astype(np.int64),
             int((here & self._labels["status"].equals("skipped")).sum()),
         )
+
+
+def check_site_globs(run: Path, plan: Plan) -> None:
+    """Raise UsageError for a glob of the plan's `--sites` that matched no captured tensor."""
+    globs = [glob for glob in plan.capture.sites if glob not in ("*", "*:*")]
+    if not globs or ("score" not in plan.modes and not plan.capture.sample_tensors):
+        return
+    table = read_table(run / "comparison.parquet", COMPARISON, columns=["fqn", "kind"])
+    fqn, kind = Labels(table["fqn"]), Labels(table["kind"])
+    for glob in globs:
+        fqn_glob, colon, kind_glob = glob.partition(":")
+        named = fqn.isin(fnmatch.filter(fqn.names, fqn_glob))
+        if colon:
+            named &= kind.isin(fnmatch.filter(kind.names, kind_glob))
+        if not named.any():
+            known = [*plan.quantized, *fqn.names]
+            raise UsageError(
+                f"--sites {glob!r} matched no tensor of any engine",
+                _near_site(glob, known, [*KINDS]),
+            )
 
 
 def _near_site(glob: str, names: list[str], kinds: list[str]) -> str:

@@ -6,16 +6,17 @@ Knows the summary object and Rich; no torch. Invariant: everything goes to the c
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from minite_diag.report import words
 
 MAX_CAUSES = 6
+INDENT = "  "
 NARROW = 60
 """Columns below which tables become lists and names stand above their text."""
 STYLES = {"measured": "bold", "pass": "bold green", "fail": "bold red"}
@@ -123,12 +124,11 @@ def _line(console: Console, name: str, text: str, style: str = "") -> None:
     """Name and text; on a narrow terminal the text goes under its name, wrapped at spaces."""
     if console.width < NARROW:
         if name:
-            console.print(f"[dim]{escape(name)}[/]", highlight=False)
+            console.print(f"[dim]{escape(name)}[/]", highlight=False, soft_wrap=True)
         # Long words are left whole: a path that is broken over two lines can't be copied.
-        body = Text(text, style=style)
-        lines = body.wrap(console, console.width - 2, overflow="ignore")
-        for line in lines:
-            console.print("  ", line, sep="", highlight=False, soft_wrap=True)
+        width = console.width - len(INDENT)
+        for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+            console.print(INDENT + line, style=style, highlight=False, markup=False, soft_wrap=True)
         return
     marked = f"[{style}]{escape(text)}[/]" if style else escape(text)
     console.print(f"[dim]{name:>11}[/]  {marked}", highlight=False, soft_wrap=True)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from command import ROOT, minite
 
+from minite_diag.repro import write_bundle
+
 SITES = [
     "model.layers.0.self_attn.q_proj:weight_codes",
     "model.layers.0.self_attn.q_proj:weight_block_scale",
@@ -53,9 +55,7 @@ def smallest(rows: Any, site: str) -> tuple[int, int]:
 @pytest.mark.parametrize("site", SITES)
 def test_the_script_sees_the_runs_own_mismatch(te_vs_vllm: Any, tmp_path: Path, site: str) -> None:
     out = tmp_path / "bundle"
-    done = minite("repro", str(te_vs_vllm.run), "--site", site, "-o", str(out))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(out)
+    write_bundle(te_vs_vllm.run, site, out, redact=False)
     mismatches, elements = smallest(te_vs_vllm.rows, site)
     shown = reproduce(out)
     assert shown.returncode == 0, shown.stdout + shown.stderr
@@ -77,6 +77,7 @@ def test_quantizers_are_told_apart_on_equal_operands(te_vs_vllm: Any, tmp_path: 
 def test_the_default_site_is_where_the_bits_part(te_vs_vllm: Any, tmp_path: Path) -> None:
     done = minite("repro", str(te_vs_vllm.run), "-o", str(tmp_path / "b"))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "b")
     first = te_vs_vllm.summary["pairs"][0]["first_divergence"]
     bundle = json.loads((tmp_path / "b" / "bundle.json").read_text())
     assert bundle["site"] == f"{first['site']}:{first['kind']}"
