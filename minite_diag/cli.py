@@ -317,6 +317,9 @@ def explain(
         str | None,
         typer.Argument(help="Cause code, such as MD102.", autocompletion=_cause_codes),
     ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run directory: what it measured, and its engines' fixes.")
+    ] = None,
 ) -> None:
     """What a cause is, how to confirm it, how to fix it; without a code, list all."""
     with reporting_errors():
@@ -325,8 +328,12 @@ def explain(
         if code is None:
             for cause in CAUSES.values():
                 typer.echo(f"{cause.code}  {cause.title}")
-        else:
+        elif run is None:
             typer.echo(page(code).rstrip())
+        else:
+            from minite_diag.attribute.explain import explain_in_run
+
+            typer.echo(explain_in_run(run, code))
 
 
 @command(app)

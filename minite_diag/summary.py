@@ -13,7 +13,7 @@ The object::
     engines     [{id, role, engine, label, version, device, dtype, status, error, evidence, ...}]
     pairs       [{learner, sampler, logprob: {score, sample}, sites, first_divergence, worst,
                  routing, comparable, causes: [{code, title, where, text, strength, basis,
-                 evidence}], contracts, live}]
+                 evidence, fixes, effect, below_noise}], contracts, live, noise}]
     gate        verdict, profile and reasons (only with --gate)
     files       comparison, logprobs, report
     next        the command to run next
@@ -28,6 +28,7 @@ from typing import Any, Final
 import pandas as pd
 
 from minite_diag.attribute.first_divergence import first_divergence
+from minite_diag.attribute.fixes import fixes_for
 from minite_diag.attribute.record import read_attribution
 from minite_diag.logprobs import logprob_summary
 from minite_diag.plan import read_plan
@@ -102,12 +103,15 @@ def _verdict(failed: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
 def _add_causes(pair: dict[str, Any], attribution: dict[str, Any] | None) -> None:
     """Add `comparable`, `causes` (None if attribution did not run), `contracts` and `live`."""
     ends = (pair["learner"]["id"], pair["sampler"]["id"])
-    pair.update(comparable=True, causes=None, contracts=[], live=None)
+    pair.update(comparable=True, causes=None, contracts=[], live=None, noise=None)
     for found in (attribution or {}).get("pairs", []):
         if (found["baseline"], found["target"]) == ends:
             pair["comparable"] = found["comparable"]
             pair["causes"] = found["findings"]
             pair["contracts"] = found["contracts"]
+            pair["noise"] = found.get("noise")
+            for cause in pair["causes"]:
+                cause["fixes"] = fixes_for(cause["code"], (pair["learner"], pair["sampler"]))
     live = (attribution or {}).get("live")
     if live is not None:
         pair["live"] = {

@@ -220,7 +220,7 @@ def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return (min(len(one), len(other)) if parts is None else parts) - 1
 
 
-def noise_floor(legs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def worst_legs(legs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The worst leg of each engine, by mean absolute difference."""
     floor: dict[str, dict[str, Any]] = {}
     for row in legs:

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
+from minite_diag.attribute.effects import noise_floor
 from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns, Session
 from minite_diag.capture import runner
 from minite_diag.capture.live import ForwardBudget, LiveSession, SequenceSpec, sequences_of
@@ -34,9 +35,6 @@ SCHEMA: Final = 1
 LEG_SEQUENCES: Final = 2
 CAUSAL_SEQUENCES: Final = 2
 """Of each mode: causal shares need some fifty runs."""
-
-SAME_CONDITIONS: Final = ("observer", "repeat")
-"""Legs whose two runs differ in nothing that a user would change."""
 
 OpenSession = Callable[[Path, str, runner.Report], AbstractContextManager[Session]]
 
@@ -117,7 +115,7 @@ class _Attribution:
         self.found["skipped"].append({"step": step, "engine": engine, "reason": reason})
 
     def _legs(self, runs: LiveRuns) -> None:
-        from minite_diag.attribute.legs import measure_legs, noise_floor
+        from minite_diag.attribute.legs import measure_legs, worst_legs
         from minite_diag.trace.store import Trace
 
         engine = runs.session.spec.id
@@ -134,7 +132,7 @@ class _Attribution:
             runs, tokens, self._sequences(score), self._sequences(own), self.plan.seed
         )
         self.found["legs"] += rows
-        self.found["noise"] = noise_floor(self.found["legs"])
+        self.found["noise"] = worst_legs(self.found["legs"])
         for row in rows:
             if row["status"] == "skipped":
                 self._skip(f"leg {row['leg']}", engine, row["reason"])
@@ -196,16 +194,8 @@ class _Attribution:
 
     def _floor(self, *engines: str) -> float:
         """Of the legs that differ in nothing but the run: the gap was measured alone, in prefill."""
-        return max(
-            (
-                row["mean_abs"]
-                for row in self.found["legs"]
-                if row["engine"] in engines
-                and row["leg"] in SAME_CONDITIONS
-                and row["status"] == "measured"
-            ),
-            default=0.0,
-        )
+        own = [row for row in self.found["legs"] if row["engine"] in engines]
+        return noise_floor(own) or 0.0
 
     def _stored_rows(self, target: str) -> list[dict[str, Any]]:
         from minite_diag.trace.schema import COMPARISON, read_table

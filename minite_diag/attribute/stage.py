@@ -15,6 +15,7 @@ from typing import Any, Final
 import pandas as pd
 
 from minite_diag.attribute.contract import Contract, contract_findings, read_contract
+from minite_diag.attribute.effects import add_effects
 from minite_diag.attribute.finding import Finding
 from minite_diag.attribute.operators import logprob_finding, operator_findings
 from minite_diag.attribute.preflight import other_tokens, preflight
@@ -57,6 +58,8 @@ def attribute(
         from minite_diag.attribute.live import attribute_live
 
         result["live"] = attribute_live(run, report, budget=budget)
+        for pair in pairs:
+            add_effects(pair, result["live"])
     _write(run, result)
     return result
 
@@ -153,6 +156,7 @@ def _rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 **ends,
                 "analysis": "cause",
                 **{k: finding[k] for k in ("code", "where", "text", "strength", "basis")},
+                "value": max((e["nats"] for e in finding.get("effect", ())), default=None),
                 "evidence": json.dumps(finding["evidence"]),
             }
         for layer in pair["routing"]:

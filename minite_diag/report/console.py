@@ -84,7 +84,8 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
             f"(lowest {lowest['agreement']:.1%} at {lowest['site']})",
         )
     for cause in (pair["causes"] or [])[:MAX_CAUSES]:
-        _line(console, cause["code"], cause["text"], "bold" if cause["code"] < "MD2" else "")
+        text = cause["text"] + words.worth(cause)
+        _line(console, cause["code"], text, "bold" if cause["code"] < "MD2" else "")
     hidden = len(pair["causes"] or []) - MAX_CAUSES
     if hidden > 0:
         _line(console, "", f"{hidden} more causes in the report")

@@ -102,6 +102,15 @@ def evidence(engine: dict[str, Any]) -> str:
     return "; ".join(parts) or "-"
 
 
+def worth(cause: dict[str, Any]) -> str:
+    """` [0.27 nats in linear]` where the live half measured it, ` [noise]` below the floor."""
+    if cause.get("below_noise"):
+        return " [noise: within what the engines differ from themselves]"
+    effects = cause.get("effect") or []
+    texts = [f"{number(effect['nats'])} nats in {effect['op']}" for effect in effects]
+    return f" [{', '.join(texts)}]" if texts else ""
+
+
 def live_lines(live: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, sentence) of the live attribution of one pair."""
     lines = [("noise floor", noise(live["legs"]))]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from minite_diag.attribute.effects import add_effects
 from minite_diag.attribute.local_error import born_here
 from minite_diag.attribute.stage import attribute
 from minite_diag.engines.toy import FAULTS, RUN_FAULTS
@@ -154,3 +155,21 @@ def test_the_budget_bounds_the_forwards_and_says_what_it_cut(toy):
     (causal,) = almost["causal"]
     assert causal["notes"]
     assert causal["ops"] or causal["verdict"] == "inconclusive"
+
+
+def test_a_cause_carries_what_it_is_worth_in_this_run(toy):
+    run, found = toy("norm_eps")
+    (pair,) = attribute(run, lambda *_: None)["pairs"]
+    add_effects(pair, found)
+    (norm,) = [finding for finding in pair["findings"] if finding["code"] == "MD201"]
+    gap = found["causal"][0]["gap"]["mean_abs"]
+    assert norm["effect"] == [{"op": "norm", "closed": 1.0, "nats": gap}]
+    assert (norm["below_noise"], pair["noise"]) == (False, 0.0)
+
+
+def test_an_engine_that_does_not_repeat_itself_sets_the_noise(toy):
+    run, found = toy("not_repeatable")
+    (pair,) = attribute(run, lambda *_: None)["pairs"]
+    add_effects(pair, found)
+    assert pair["noise"] > 0.0
+    assert "MD502" in {finding["code"] for finding in pair["findings"]}
