@@ -1,0 +1,17 @@
+"""Forms of the main job that the README shows and no other test runs."""
+
+from typing import Any
+
+
+def test_row_scaled_activations_of_the_experts_alone(compare: Any) -> None:
+    done = compare(
+        "row-scaled-experts",
+        *("--learner", "te:recipe=te-row-scaled", "--sampler", "vllm", "--quantize", "experts"),
+        *("--model", "demo-moe", "--num-probes", "1", "--modes", "score"),
+    )
+    assert done.code == 0, done.stderr
+    rows = done.rows[done.rows["kind"] == "weight_codes"]
+    assert len(rows)
+    assert rows["fqn"].str.contains(".experts.", regex=False).all()
+    codes = {cause["code"]: cause for cause in done.summary["pairs"][0]["causes"]}
+    assert "learner token" in codes["MD101"]["text"]
