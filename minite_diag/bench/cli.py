@@ -71,7 +71,7 @@ def compare(
 def kernels(
     name: Annotated[
         list[str] | None,
-        typer.Option(help="quantizer, dense, moe or update; repeat. Default: all of them."),
+        typer.Option(help="quantizer, dense, moe, bounds or update; repeat. Default: all of them."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows on stdout.")] = False,

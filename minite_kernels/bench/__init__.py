@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from minite_kernels.bench import dense, moe, quantizer, update
+from minite_kernels.bench import bounds, dense, moe, quantizer, update
 from minite_kernels.bench.row import Row
 
 __all__ = ["BENCHMARKS", "run_benchmarks"]
@@ -22,6 +22,7 @@ BENCHMARKS: Final[dict[str, Callable[[torch.device], Iterable[Row]]]] = {
     "quantizer": quantizer.run,
     "dense": dense.run,
     "moe": moe.run,
+    "bounds": bounds.run,
     "update": update.run,
 }
 
@@ -33,8 +34,8 @@ def run_benchmarks(
 
     Keys: benchmark, case, implementation, warm_us, cold_us, floor_us (the larger of bytes over
     bandwidth and operations over rate; None off a known GPU), of_floor (floor over warm time),
-    speedup (warm time of each peer of the case over this one, by peer), error. Raises ValueError
-    for an unknown name.
+    tokens, tokens_per_s, speedup and speedup_cold (warm or cold time of each peer of the case over
+    this one's, by peer), error. Raises ValueError for an unknown name.
     """
     wanted = list(BENCHMARKS) if names is None else list(names)
     unknown = [name for name in wanted if name not in BENCHMARKS]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from minite_kernels.bench import peers
 from minite_kernels.bench.row import Row, floor_us, measure
 from minite_kernels.nvfp4.grouped_gemm import (
     ExpertOperands,
+    Routing,
     experts_linear,
     gather,
     grouped_gemm,
@@ -35,39 +37,59 @@ def run(device: torch.device) -> Iterator[Row]:
             yield from _case(layer, tokens, weights, operands, device)
 
 
-def _case(
-    layer: str, tokens: int, weights: torch.Tensor, operands: ExpertOperands, device: torch.device
-) -> Iterator[Row]:
-    n, k = operands.first.shape
-    case = f"{layer} {tokens} tokens"
+def routings(tokens: int, device: torch.device) -> list[Routing]:
+    """Routings to rotate over: with one token, disjoint experts; with more, no cache holds them."""
+    if tokens == 1:
+        ids = torch.arange(EXPERTS, device=device).view(-1, 1, SLOTS)
+        return [route(topk, EXPERTS) for topk in ids]
     generator = torch.Generator(device=device).manual_seed(0)
     scores = torch.rand(tokens, EXPERTS, device=device, generator=generator)
-    routing = route(scores.topk(SLOTS).indices, EXPERTS)
-    active = int((routing.offsets[1:] > routing.offsets[:-1]).sum())
+    return [route(scores.topk(SLOTS).indices, EXPERTS)]
+
+
+def _case(
+    layer: str, tokens: int, weights: Tensor, operands: ExpertOperands, device: torch.device
+) -> Iterator[Row]:
+    n, k = operands.first.shape
+    case, first = f"{layer} {tokens} tokens", layer == "w13"
     routed = tokens * SLOTS
-    first = layer == "w13"
+    made = routings(tokens, device)
+    active = int((made[0].offsets[1:] > made[0].offsets[:-1]).sum())
     x = torch.randn(tokens if first else routed, k, device=device, dtype=torch.bfloat16)
-    rows = routing.order // SLOTS if first else None
-    sorted_x = gather(x, routing) if first else x
+    rows = [r.order // SLOTS if first else None for r in made]
+    sorted_x = gather(x, made[0]) if first else x
     a = quantize(x, RECIPE)
-    ends = routing.offsets[1:].to(torch.int32)
+    offsets = [r.offsets for r in made]
+    ends = [o[1:].to(torch.int32) for o in offsets]
     wide = (x.numel() + routed * n) * 2.0
     operations = 2.0 * routed * n * k
     floor4 = floor_us(device, wide + active * n * k * (0.5 + 1 / 16), operations)
     floor16 = floor_us(device, wide + active * n * k * 2, operations)
 
-    def one(call: Callable[[], object]) -> Callable[[], Sequence[Callable[[], object]]]:
-        return lambda: [call]
+    def timed(name: str, floor: float | None, make: Callable[[int], Callable[[], object]]) -> Row:
+        calls: Callable[[], Sequence[Callable[[], object]]] = lambda: [  # noqa: E731
+            make(index) for index in range(len(made))
+        ]
+        return measure("moe", case, name, calls, device, floor_us=floor)
 
-    offsets = routing.offsets
-    name = "ours W4A4, quantizer included"
-    call: Callable[[], object] = lambda: experts_linear(x, operands, offsets, rows=rows)  # noqa: E731
-    yield measure("moe", case, name, one(call), device, floor_us=floor4)
-    call = lambda: grouped_gemm(a, operands, offsets, rows=rows)  # noqa: E731
-    yield measure("moe", case, "ours W4A4, GEMM alone", one(call), device, floor_us=floor4)
-    call = lambda: peers.grouped_mm(sorted_x, weights, ends)  # noqa: E731
-    yield measure("moe", case, "BF16, torch._grouped_mm", one(call), device, floor_us=floor16)
+    yield timed(
+        "ours W4A4, quantizer included",
+        floor4,
+        lambda i: lambda: experts_linear(x, operands, offsets[i], rows=rows[i]),
+    )
+    yield timed(
+        "ours W4A4, GEMM alone",
+        floor4,
+        lambda i: lambda: grouped_gemm(a, operands, offsets[i], rows=rows[i]),
+    )
+    yield timed(
+        "BF16, torch._grouped_mm",
+        floor16,
+        lambda i: lambda: peers.grouped_mm(sorted_x, weights, ends[i]),
+    )
     if first:
-        call = lambda: peers.grouped_mm(gather(x, routing), weights, ends)  # noqa: E731
-        name = "BF16, gather and torch._grouped_mm"
-        yield measure("moe", case, name, one(call), device, floor_us=floor16)
+        yield timed(
+            "BF16, gather and torch._grouped_mm",
+            floor16,
+            lambda i: lambda: peers.grouped_mm(gather(x, made[i]), weights, ends[i]),
+        )

@@ -24,10 +24,12 @@ class Row:
     warm_us: float | None = None
     cold_us: float | None = None
     floor_us: float | None = None
+    #: Tokens of one call, where that is what a user counts.
+    tokens: int | None = None
     error: str | None = None
 
     def as_dict(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Fields, share of the floor, and speedup over each peer of the same case."""
+        """Fields, share of the floor, tokens a second, and speedup over each peer of the case."""
         peers = [
             r
             for r in rows
@@ -38,8 +40,15 @@ class Row:
             for r in peers
             if r.warm_us is not None and self.warm_us
         }
+        cold = {
+            r.implementation: r.cold_us / self.cold_us
+            for r in peers
+            if r.cold_us is not None and self.cold_us
+        }
         of_floor = self.floor_us / self.warm_us if self.floor_us and self.warm_us else None
-        return asdict(self) | {"of_floor": of_floor, "speedup": speedup}
+        rate = self.tokens / self.warm_us * 1e6 if self.tokens and self.warm_us else None
+        shares = {"of_floor": of_floor, "tokens_per_s": rate}
+        return asdict(self) | shares | {"speedup": speedup, "speedup_cold": cold}
 
 
 def measure(
@@ -59,6 +68,8 @@ def measure(
         row.warm_us = median_us(made[:1], device)
         if cold and len(made) > 1:
             row.cold_us = median_us(made, device)
+    except ModuleNotFoundError as error:
+        row.error = f"not installed: {error.name}"
     except Exception as error:  # noqa: BLE001
         row.error = f"{type(error).__name__}: {error}"[:300]
     return row

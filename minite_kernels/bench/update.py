@@ -155,7 +155,8 @@ def _time(
     name: str, linear: Linear, grouped: Grouped, device: torch.device, *, capture: bool
 ) -> Row:
     """Time steps as graph replays, or eagerly where an implementation synchronizes."""
-    row = Row("update", f"Qwen3-30B-A3B block, {SEQUENCES * LENGTH} tokens", name)
+    tokens = SEQUENCES * LENGTH
+    row = Row("update", f"Qwen3-30B-A3B block, {tokens} tokens", name, tokens=tokens)
     try:
         torch.manual_seed(0)
         block = _Block(linear, grouped, device)

@@ -82,7 +82,8 @@ def linear(
         q = quantize(x_MK, recipe, amax=amax, global_encode_scale=global_encode_scale, impl="ref")
         return gemm(q, prepared, out_dtype=dtype, bias=bias, impl="ref")
     values, a = decoded_values(x_MK, recipe, amax=amax, global_encode_scale=global_encode_scale)
-    out: Tensor = module.multiply(values, prepared, Epilogue(a, prepared.q, dtype, bias=bias))
+    epilogue = Epilogue(a, prepared.q, dtype, bias=bias)
+    out: Tensor = module.multiply(values, prepared, epilogue, overlap=True)
     return out
 
 

@@ -148,11 +148,70 @@ def _codes_to_half(q, s0, s1, s2, s3, ASM: tl.constexpr):
 
 
 @triton.jit
-def _scale_to_half(s32, J: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Byte J of int32 [R, C] as an E4M3 scale -> FP16 s*2^7, repeated over 16 columns."""
-    u = ((s32 >> (8 * J)) & 0xFF) << 7  # FP16 bits of s*2^-8
-    s = u.to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+def _scales_to_half(s32, R: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr):
+    """Int32 [R, C] of four E4M3 scales -> four FP16 s*2^7, each repeated over 16 columns.
+
+    A scale's byte shifted left by 7 is s*2^-8 as an FP16; the assembly does two at a time.
+    """
+    if ASM:
+        s0, s1, s2, s3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            mov.b32 c, 0x78007800;
+            shl.b32 a, $4, 7;
+            shr.b32 b, $4, 1;
+            and.b32 a, a, 0x7F807F80;
+            and.b32 b, b, 0x7F807F80;
+            mul.rn.f16x2 a, a, c;
+            mul.rn.f16x2 b, b, c;
+            mov.b32 {$0, $2}, a;
+            mov.b32 {$1, $3}, b;
+            }""",
+            "=h,=h,=h,=h,r",
+            [s32],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        s0 = ((s32 & 0xFF) << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+        s1 = (((s32 >> 8) & 0xFF) << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+        s2 = (((s32 >> 16) & 0xFF) << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+        s3 = (((s32 >> 24) & 0xFF) << 7).to(tl.uint16).to(tl.float16, bitcast=True) * 32768.0
+    return _repeat(s0, R, C), _repeat(s1, R, C), _repeat(s2, R, C), _repeat(s3, R, C)
+
+
+@triton.jit
+def _repeat(s, R: tl.constexpr, C: tl.constexpr):
+    """[R, C] -> [R, 16 * C], each column 16 times."""
     return tl.reshape(tl.broadcast_to(s[:, :, None], (R, C, 16)), (R, C * 16))
+
+
+@triton.jit
+def _prefetch(ptr):
+    """Ask for the lines of these addresses in L2; touches nothing else."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptr],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _expert_tile(offsets_ptr, t, E, BM: tl.constexpr, EP: tl.constexpr):
+    """(expert, first row, end of its rows) of row tile t, experts ascending; expert E: no such tile."""
+    e = tl.arange(0, EP)
+    start = tl.load(offsets_ptr + e, mask=e < E, other=0).to(tl.int32)
+    stop = tl.load(offsets_ptr + e + 1, mask=e < E, other=0).to(tl.int32)
+    count = (stop - start + BM - 1) // BM
+    end = tl.cumsum(count, 0)
+    expert = tl.sum(((end <= t) & (e < E)).to(tl.int32), 0)
+    mine = e == expert
+    first = tl.sum(tl.where(mine, start + (t - (end - count)) * BM, 0), 0)
+    return expert, first, tl.sum(tl.where(mine, stop, 0), 0)
 
 
 @triton.jit
@@ -176,18 +235,19 @@ def _packed_kernel(
     b_statistic_ptr,
     bias_ptr,
     row_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
     offsets_ptr,
     M,
     N,
     K,
+    E,
     stride_am,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EP: tl.constexpr,
     SWAP: tl.constexpr,
     ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     GROUPED: tl.constexpr,
     GATHER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -195,16 +255,18 @@ def _packed_kernel(
     B_PER_COLUMN: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """out[M, N] of a [*, K] in FP16 and packed w; one tile a program, k ascending."""
+    """out[M, N] of a [*, K] in FP16 and packed w; one tile a program, k ascending.
+
+    With ``OVERLAP`` the kernel that makes a may still be running (programmatic dependent launch):
+    until ``gdc_wait`` only weights and what came before that kernel are touched.
+    """
     Q: tl.constexpr = BK // 4
     C: tl.constexpr = BK // 64
     if GROUPED:
         column_tile = tl.program_id(0)
-        expert = tl.load(tile_expert_ptr + tl.program_id(1))
-        if expert < 0:
+        expert, first, last = _expert_tile(offsets_ptr, tl.program_id(1), E, BM, EP)
+        if expert >= E:
             return
-        first = tl.load(tile_row_ptr + tl.program_id(1))
-        last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
         w_ptr += expert.to(tl.int64) * N * (K // 4)
         s_ptr += expert.to(tl.int64) * N * (K // 64)
         b_statistic_ptr += expert
@@ -226,6 +288,13 @@ def _packed_kernel(
     wp = w_ptr + column[:, None] * Q + quarter[None, :]
     sp = s_ptr + column[:, None] * C + tl.arange(0, C)[None, :]
     acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+    if OVERLAP:
+        if (column_tile + 1) * BN <= N:
+            line = w_ptr + column_tile * BN * Q + tl.arange(0, BN * Q // 64) * 64
+            for _ in range(K // BK):
+                _prefetch(line)
+                line += N * Q
+        tl.extra.cuda.gdc_wait()
     for _ in range(K // BK):
         q = tl.load(wp)
         s = tl.load(sp)
@@ -234,14 +303,8 @@ def _packed_kernel(
         a1 = tl.load(ap + Q, mask=inside[:, None], other=0.0)
         a2 = tl.load(ap + 2 * Q, mask=inside[:, None], other=0.0)
         a3 = tl.load(ap + 3 * Q, mask=inside[:, None], other=0.0)
-        w0, w1, w2, w3 = _codes_to_half(
-            q,
-            _scale_to_half(s, 0, BN, C),
-            _scale_to_half(s, 1, BN, C),
-            _scale_to_half(s, 2, BN, C),
-            _scale_to_half(s, 3, BN, C),
-            ASM,
-        )
+        s0, s1, s2, s3 = _scales_to_half(s, BN, C, ASM)
+        w0, w1, w2, w3 = _codes_to_half(q, s0, s1, s2, s3, ASM)
         if SWAP:
             acc = tl.dot(w0, tl.trans(a0), acc)
             acc = tl.dot(w1, tl.trans(a1), acc)
@@ -377,8 +440,13 @@ def gemm(a: Nvfp4Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
     return multiply(decode_values(a), b, epilogue)
 
 
-def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
-    """[M, N] from a decoded in FP16 [M, K]; few rows read packed weights, many decoded ones."""
+def multiply(
+    a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue, *, overlap: bool = False
+) -> Tensor:
+    """[M, N] from a decoded in FP16 [M, K]; few rows read packed weights, many decoded ones.
+
+    ``overlap`` says that the last launch on this stream makes a and lets dependents start early.
+    """
     m = a_MK.shape[0]
     n, k = b.q.shape
     out = torch.empty(m, n, dtype=epilogue.out_dtype, device=a_MK.device)
@@ -389,7 +457,7 @@ def multiply(a_MK: Tensor, b: PreparedOperand, epilogue: Epilogue) -> Tensor:
             b.layout("packed_words", packed_words),
             b.layout("packed_scales", packed_scales),
         )
-        launch_packed(a_MK, words, scales, out, epilogue, configs.packed_config(m))
+        launch_packed(a_MK, words, scales, out, epilogue, configs.packed_config(m, n), overlap)
     else:
         launch_decoded(
             a_MK,
@@ -475,6 +543,7 @@ def launch_packed(
     out: Tensor,
     epilogue: Epilogue,
     config: configs.PackedConfig,
+    overlap: bool = False,
 ) -> None:
     """Run the dense packed kernel into ``out`` [M, N]."""
     m, k = a_MK.shape
@@ -486,25 +555,28 @@ def launch_packed(
         scales,
         out,
         row_ptr=a_MK,
-        tile_expert_ptr=a_MK,
-        tile_row_ptr=a_MK,
         offsets_ptr=a_MK,
         M=m,
         N=n,
         K=k,
+        E=1,
         stride_am=a_MK.stride(0),
         BK=words.shape[-1] * 4,
+        EP=1,
         GROUPED=False,
         GATHER=False,
-        **packed_constants(config),
+        **packed_constants(config, overlap),
         **epilogue_arguments(epilogue),
         **unfused(),
     )
 
 
-def packed_constants(config: configs.PackedConfig) -> dict[str, Any]:
+def packed_constants(config: configs.PackedConfig, overlap: bool) -> dict[str, Any]:
     """Compile-time constants of a packed configuration."""
+    overlap = overlap and not is_interpreted()
     return {
+        "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
         "BM": config.rows,
         "BN": config.columns,
         "SWAP": config.swap,

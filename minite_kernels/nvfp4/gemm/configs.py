@@ -17,6 +17,7 @@ class PackedConfig:
 
     rows: int
     columns: int
+    #: Weights are the first operand of the product, rows of a the second.
     swap: bool
     num_warps: int
     num_stages: int
@@ -37,12 +38,17 @@ class DecodedConfig:
 
 #: Rows up to which packed weights are read, once for each 16 (or 64) rows.
 PACKED_MAX_ROWS: Final = 128
-PACKED_SMALL: Final = PackedConfig(rows=16, columns=32, swap=True, num_warps=2, num_stages=5)
-#: Of one expert's rows: many experts fill the GPU, so each program streams more columns.
-GROUPED_SMALL: Final = PackedConfig(rows=16, columns=128, swap=True, num_warps=8, num_stages=4)
-GROUPED_SHORT: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=3)
-#: K below which a program's few slices leave no time to fill the larger tile's pipeline.
+PACKED_TINY: Final = PackedConfig(rows=8, columns=32, swap=True, num_warps=2, num_stages=5)
+PACKED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=False, num_warps=4, num_stages=4)
+#: Where wider tiles would leave half of the GPU without work.
+PACKED_NARROW: Final = PackedConfig(rows=16, columns=32, swap=False, num_warps=4, num_stages=4)
+NARROW_COLUMNS: Final = 4096
+#: Of one expert's few rows: half the activations to load, and mma.sync, which waits for nobody.
+GROUPED_TINY: Final = PackedConfig(rows=8, columns=64, swap=True, num_warps=4, num_stages=3)
+GROUPED_SHORT: Final = PackedConfig(rows=8, columns=128, swap=True, num_warps=4, num_stages=3)
+#: K below which a program's few slices are too little work for its start and end.
 SHORT_K: Final = 1024
+GROUPED_SMALL: Final = PackedConfig(rows=16, columns=64, swap=True, num_warps=4, num_stages=3)
 PACKED_MEDIUM: Final = PackedConfig(rows=64, columns=64, swap=True, num_warps=4, num_stages=4)
 DECODED: Final = DecodedConfig(rows=128, columns=256, k=64, num_warps=8, num_stages=4)
 #: FP32 output: the tile above would not fit shared memory on its way out.
@@ -58,16 +64,22 @@ SLICES: Final = (256, 128, 64)
 GROUP_ROWS: Final = 8
 
 
-def packed_config(rows: int) -> PackedConfig:
-    """Tile of a dense GEMM with this number of rows."""
-    return PACKED_SMALL if rows <= 16 else PACKED_MEDIUM
+def packed_config(rows: int, columns: int) -> PackedConfig:
+    """Tile of a dense GEMM with this number of rows and of columns."""
+    if rows > 16:
+        return PACKED_MEDIUM
+    if columns <= NARROW_COLUMNS:
+        return PACKED_NARROW
+    return PACKED_TINY if rows <= 8 else PACKED_SMALL
 
 
 def grouped_packed_config(rows_per_expert: float, k: int) -> PackedConfig:
     """Tile of a grouped GEMM with this average number of rows an expert."""
     if rows_per_expert > 16:
         return PACKED_MEDIUM
-    return GROUPED_SHORT if k < SHORT_K else GROUPED_SMALL
+    if rows_per_expert > 4:
+        return GROUPED_SMALL
+    return GROUPED_SHORT if k < SHORT_K else GROUPED_TINY
 
 
 def decoded_config(wide_output: bool) -> DecodedConfig:

@@ -215,7 +215,7 @@ def experts_linear(
         q = quantize(x_MK, recipe, impl="ref")
         return grouped_gemm(q, b, offsets, rows=rows, out_dtype=dtype, impl="ref")
     values, a = decoded_values(x_MK, recipe)
-    out: Tensor = module.multiply(values, a, b, offsets, dtype, rows)
+    out: Tensor = module.multiply(values, a, b, offsets, dtype, rows, overlap=True)
     return out
 
 

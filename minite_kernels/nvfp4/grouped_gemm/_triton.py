@@ -24,6 +24,7 @@ from minite_kernels.nvfp4.quantize._triton import unfused
 from minite_kernels.nvfp4.recipe import OperandRecipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
+_blocks = quantizer._blocks
 _larger = quantizer._larger
 _load_piece = quantizer._load_piece
 _max_magnitude = quantizer._max_magnitude
@@ -78,17 +79,16 @@ def tiles(offsets: Tensor, rows: int, tile_rows: int) -> Tiles:
 
 
 @triton.jit
-def _row_amax_kernel(x_ptr, out_ptr, K, stride, NAN_SPREADS: tl.constexpr, BLOCK: tl.constexpr):
+def _row_amax_kernel(x_ptr, out_ptr, K, stride, NAN_SPREADS: tl.constexpr, BK: tl.constexpr):
     """Amax of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    rows = row + tl.arange(0, 1)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     inside = rows >= 0
-    amax = _row_amax(
-        _load_piece(x_ptr, rows, inside, 0, K, stride, BLOCK), 0, K, NAN_SPREADS, BLOCK
-    )
-    for column in range(BLOCK, K, BLOCK):
-        x = _load_piece(x_ptr, rows, inside, column, K, stride, BLOCK)
-        amax = _larger(amax, _row_amax(x, column, K, NAN_SPREADS, BLOCK), NAN_SPREADS)
+    x, b = _blocks(_load_piece(x_ptr, rows, inside, 0, K, stride, BK), 1, BK, NAN_SPREADS)
+    amax = _row_amax(x, b, 0, K, True, NAN_SPREADS, BK)
+    for column in range(BK, K, BK):
+        x = _load_piece(x_ptr, rows, inside, column, K, stride, BK)
+        x, b = _blocks(x, 1, BK, NAN_SPREADS)
+        amax = _larger(amax, _row_amax(x, b, column, K, True, NAN_SPREADS, BK), NAN_SPREADS)
     tl.store(out_ptr + rows, amax)
 
 
@@ -173,8 +173,8 @@ def amax_per_expert(x_RK: Tensor, offsets: Tensor, operand: OperandRecipe) -> Te
     out = torch.empty(offsets.numel() - 1, dtype=torch.float32, device=x_RK.device)
     spreads = operand.nan_amax == "propagate"
     if rows:
-        block = min(2048, triton.next_power_of_2(k))
-        _row_amax_kernel[(rows,)](x_RK, part, k, x_RK.stride(0), NAN_SPREADS=spreads, BLOCK=block)
+        columns = min(2048, max(16, triton.next_power_of_2(k)))
+        _row_amax_kernel[(rows,)](x_RK, part, k, x_RK.stride(0), NAN_SPREADS=spreads, BK=columns)
     _expert_amax_kernel[(out.numel(),)](part, offsets, out, NAN_SPREADS=spreads, BLOCK=256)
     return out
 
@@ -257,8 +257,13 @@ def multiply(
     offsets: Tensor,
     out_dtype: torch.dtype,
     rows: Tensor | None,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
-    """[R, N] from a decoded in FP16; ``a`` gives the statistics of its rows."""
+    """[R, N] from a decoded in FP16; ``a`` gives the statistics of its rows.
+
+    ``overlap`` as in ``gemm._triton.multiply``; offsets and rows were there before that launch.
+    """
     n = b.first.shape[0]
     routed = values.shape[0] if rows is None else rows.shape[0]
     out = torch.empty(routed, n, dtype=out_dtype, device=values.device)
@@ -269,43 +274,46 @@ def multiply(
     statistic = b.stacked(name, lambda q: getattr(q, name))
     arguments = dense.epilogue_arguments(epilogue, statistic)
     if reads_packed(routed, b):
-        _launch_packed(values, b, offsets, rows, out, arguments, routed / len(b))
+        config = configs.grouped_packed_config(routed / len(b), b.first.shape[1])
+        launch_packed(values, b, offsets, rows, out, arguments, config, overlap)
     else:
         _launch_decoded(values, b, offsets, rows, out, arguments)
     return out
 
 
-def _launch_packed(
+def launch_packed(
     values: Tensor,
     b: ExpertOperands,
     offsets: Tensor,
     rows: Tensor | None,
     out: Tensor,
     arguments: dict[str, Any],
-    per_expert: float,
+    config: configs.PackedConfig,
+    overlap: bool = False,
 ) -> None:
-    config = configs.grouped_packed_config(per_expert, b.first.shape[1])
-    listed = tiles(offsets, out.shape[0], config.rows)
+    """Run the grouped packed kernel into ``out``; it lists its own tiles, R and E bound them."""
     words = b.stacked("packed_words", dense.packed_words)
     scales = b.stacked("packed_scales", dense.packed_scales)
     n, k = b.first.shape
-    dense._packed_kernel[(triton.cdiv(n, config.columns), listed.expert.numel())](
+    routed, experts = out.shape[0], len(b)
+    listed = routed // config.rows + min(experts, routed)
+    dense._packed_kernel[(triton.cdiv(n, config.columns), listed)](
         values,
         words,
         scales,
         out,
         row_ptr=offsets if rows is None else rows,
-        tile_expert_ptr=listed.expert,
-        tile_row_ptr=listed.row,
         offsets_ptr=offsets,
-        M=out.shape[0],
+        M=routed,
         N=n,
         K=k,
+        E=experts,
         stride_am=values.stride(0),
         BK=words.shape[-1] * 4,
+        EP=triton.next_power_of_2(experts),
         GROUPED=True,
         GATHER=rows is not None,
-        **dense.packed_constants(config),
+        **dense.packed_constants(config, overlap),
         **arguments,
         **unfused(),
     )

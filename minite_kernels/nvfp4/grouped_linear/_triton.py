@@ -71,14 +71,21 @@ def _expert_amax_kernel(part_ptr, offsets_ptr, out_ptr, PER: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _transform(x, h_ptr, RHT: tl.constexpr):
-    """X [16, BC] as FP32, after the random Hadamard transform along its rows if asked."""
+def _load_columns(x_ptr, h_ptr, row, c, C, RHT: tl.constexpr):
+    """16 rows from ``row`` on of columns c as [BC, 16] FP32, after the RHT along rows if asked.
+
+    Transposed before the product, not after it: a tensor core's result keeps four elements of a
+    row in one thread and two of a column, and a block's scale is worked out by each of its threads.
+    """
+    rows = (row + tl.arange(0, 16)).to(tl.int64)
+    x = tl.load(x_ptr + rows[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
+    columns = tl.trans(x)
     if RHT:
         i = tl.arange(0, 16)
         h = tl.load(h_ptr + i[:, None] * 16 + i[None, :])
-        value = tl.dot(tl.trans(h), x).to(x.dtype).to(tl.float32)
+        value = tl.dot(columns, h).to(x.dtype).to(tl.float32)
     else:
-        value = x.to(tl.float32)
+        value = columns.to(tl.float32)
     return value
 
 
@@ -87,12 +94,10 @@ def _along_rows_amax_kernel(
     x_ptr, h_ptr, out_ptr, C, NAN_SPREADS: tl.constexpr, RHT: tl.constexpr, BC: tl.constexpr
 ):
     """Largest |transformed x| of 16 rows, all columns."""
-    rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
-    largest = tl.zeros((16, BC), tl.float32)
+    largest = tl.zeros((BC, 16), tl.float32)
     for start in range(0, C, BC):
         c = start + tl.arange(0, BC)
-        x = tl.load(x_ptr + rows[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
-        value = tl.abs(_transform(x, h_ptr, RHT))
+        value = tl.abs(_load_columns(x_ptr, h_ptr, tl.program_id(0) * 16, c, C, RHT))
         if NAN_SPREADS:
             value = tl.where(value != value, float("inf"), value)
         largest = tl.maximum(largest, value)
@@ -109,15 +114,13 @@ def _column_amax_kernel(
     first = tl.load(offsets_ptr + expert).to(tl.int32)
     last = tl.load(offsets_ptr + expert + 1).to(tl.int32)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    largest = tl.zeros((BC,), tl.float32)
+    largest = tl.zeros((BC, 16), tl.float32)
     for row in range(first, last, 16):
-        rows = (row + tl.arange(0, 16)).to(tl.int64)
-        x = tl.load(x_ptr + rows[:, None] * C + c[None, :], mask=(c < C)[None, :], other=0.0)
-        value = tl.abs(_transform(x, h_ptr, RHT))
+        value = tl.abs(_load_columns(x_ptr, h_ptr, row, c, C, RHT))
         if NAN_SPREADS:
             value = tl.where(value != value, float("inf"), value)
-        largest = tl.maximum(largest, tl.max(value, 0))
-    tl.store(out_ptr + expert * C + c, largest, mask=c < C)
+        largest = tl.maximum(largest, value)
+    tl.store(out_ptr + expert * C + c, tl.max(largest, 1), mask=c < C)
 
 
 @triton.jit
@@ -140,28 +143,25 @@ def _along_rows_kernel(
     """Quantize 16 rows x BC columns along the rows: values q*s in FP16, in x's own layout."""
     rows = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    offset = rows[:, None] * C + c[None, :]
-    inside = (c < C)[None, :]
-    x = tl.load(x_ptr + offset, mask=inside, other=0.0)
-    value = _transform(x, h_ptr, RHT)
+    columns = _load_columns(x_ptr, h_ptr, tl.program_id(0) * 16, c, C, RHT)
+    b = _max_magnitude(columns, 1, NAN_SPREADS)
     expert = tl.load(expert_ptr + tl.program_id(0))
-    b = _max_magnitude(value, 0, NAN_SPREADS)
     if PER_COLUMN:
         at = expert * C + c
         A = tl.load(amax_ptr + at, mask=c < C, other=1.0)
         S = tl.load(encode_ptr + at, mask=c < C, other=1.0)
         g = tl.load(decode_ptr + at, mask=c < C, other=1.0)
     else:
-        A = tl.broadcast_to(tl.load(amax_ptr + expert), (BC,))
-        S = tl.broadcast_to(tl.load(encode_ptr + expert), (BC,))
-        g = tl.broadcast_to(tl.load(decode_ptr + expert), (BC,))
-    columns = tl.trans(value)
+        at = expert + tl.arange(0, 1)
+        A = tl.load(amax_ptr + at)
+        S = tl.load(encode_ptr + at)
+        g = tl.load(decode_ptr + at)
     random = columns
     if RECIPE[16]:
         random = _random_bytes(tl.load(seed_ptr), tl.program_id(0) * C + c)
     rounded, s8 = _quantize_blocks(columns, b, A, S, g, random, True, RECIPE)
     out = tl.trans(rounded * s8.to(tl.float32)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset, out, mask=inside)
+    tl.store(out_ptr + rows[:, None] * C + c[None, :], out, mask=(c < C)[None, :])
 
 
 @triton.jit

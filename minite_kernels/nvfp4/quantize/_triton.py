@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minite_kernels.dispatch import is_interpreted
+from minite_kernels.dispatch import beyond_device, is_interpreted
 from minite_kernels.nvfp4.format import E2M1_MAX
 from minite_kernels.nvfp4.quantize import _triton_arithmetic as arithmetic
 from minite_kernels.nvfp4.quantize import configs
@@ -236,8 +236,16 @@ def _store(
 
 
 @triton.jit
+def _blocks(x, BM: tl.constexpr, BK: tl.constexpr, NAN_SPREADS: tl.constexpr):
+    """X [BM, BK] as blocks [BM, B, 16] and their amax [BM, B]."""
+    blocks = tl.reshape(x, (BM, BK // 16, 16))
+    return blocks, _max_magnitude(blocks, 2, NAN_SPREADS)
+
+
+@triton.jit
 def _quantize_piece(
-    x,
+    blocks,
+    b,
     A,
     S,
     g,
@@ -254,15 +262,10 @@ def _quantize_piece(
     VALUES: tl.constexpr,
     RECIPE: tl.constexpr,
 ):
-    """Quantize and store x [BM, BK] FP32, whose first column is ``column``; A, S, g are [BM, 1]."""
-    blocks = tl.reshape(x, (BM, BK // 16, 16))
-    b = _max_magnitude(blocks, 2, NAN_SPREADS)
+    """Quantize and store blocks with amax b, of columns from ``column`` on; A, S, g are [BM, 1]."""
     if RECIPE[18]:
         tile = _max_magnitude(tl.reshape(b, (BM // 16, 16, BK // 16)), 1, NAN_SPREADS)
         b = tl.reshape(tl.broadcast_to(tile[:, None, :], (BM // 16, 16, BK // 16)), (BM, BK // 16))
-    A = tl.broadcast_to(A, (BM, BK // 16))
-    S = tl.broadcast_to(S, (BM, BK // 16))
-    g = tl.broadcast_to(g, (BM, BK // 16))
     random = blocks
     if RECIPE[16]:
         number = rows[:, None] * tl.cdiv(K, 16) + column // 16 + tl.arange(0, BK // 16)[None, :]
@@ -316,8 +319,9 @@ def _quantize_kernel(
     offset = rows[:, None].to(tl.int64) * stride_m + k[None, :].to(tl.int64) * stride_k
     x = tl.load(x_ptr + offset, mask=row_mask[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
     A, S, g = _load_scales(amax_ptr, encode_ptr, decode_ptr, rows, row_mask, PER_ROW, BM)
+    blocks, b = _blocks(x, BM, BK, NAN_SPREADS)
     _quantize_piece(
-        x, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, NAN_SPREADS,
+        blocks, b, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, NAN_SPREADS,
         VALUES, RECIPE,
     )  # fmt: skip
 
@@ -342,10 +346,13 @@ def _larger(a, b, NAN_SPREADS: tl.constexpr):
 
 
 @triton.jit
-def _row_amax(x, column, K, NAN_SPREADS: tl.constexpr, BK: tl.constexpr):
-    """Amax of each row of x [BM, BK]; zeros beyond K must not hide that all of a row is NaN."""
-    largest = _max_magnitude(x, 1, NAN_SPREADS)
-    if not NAN_SPREADS:
+def _row_amax(
+    blocks, b, column, K, PADDED: tl.constexpr, NAN_SPREADS: tl.constexpr, BK: tl.constexpr
+):
+    """Amax of each row of blocks with amax b; zeros beyond K must not hide that a row is all NaN."""
+    largest = _max_magnitude(b, 1, NAN_SPREADS)
+    if PADDED and not NAN_SPREADS:
+        x = tl.reshape(blocks, (blocks.shape[0], BK))
         inside = (column + tl.arange(0, BK) < K)[None, :]
         known = tl.max(((x == x) & inside).to(tl.int32), 1)
         largest = tl.where(known == 1, largest, float("nan"))
@@ -368,6 +375,8 @@ def _quantize_token_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
     PIECES: tl.constexpr,
+    PADDED: tl.constexpr,
+    LEADS: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
     GLOBAL: tl.constexpr,
     RECIPE: tl.constexpr,
@@ -375,44 +384,52 @@ def _quantize_token_kernel(
     """Whole rows: each token's amax, global scales, block scales and codes from one read.
 
     A row is one piece of BK columns or three, held in registers; with ``PIECES`` 0 it is as long as
-    it likes, and read again, from the cache, to be quantized.
+    it likes, and read again, from the cache, to be quantized. ``LEADS`` lets the next launch start
+    before this one ends, if that launch asks for it.
     """
+    if LEADS:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_mask = rows < M
-    x0 = _load_piece(x_ptr, rows, row_mask, 0, K, stride_m, BK)
-    amax = _row_amax(x0, 0, K, NAN_SPREADS, BK)
+    x0, b0 = _blocks(_load_piece(x_ptr, rows, row_mask, 0, K, stride_m, BK), BM, BK, NAN_SPREADS)
+    amax = _row_amax(x0, b0, 0, K, PADDED, NAN_SPREADS, BK)
     if PIECES == 3:
         x1 = _load_piece(x_ptr, rows, row_mask, BK, K, stride_m, BK)
+        x1, b1 = _blocks(x1, BM, BK, NAN_SPREADS)
         x2 = _load_piece(x_ptr, rows, row_mask, 2 * BK, K, stride_m, BK)
-        amax = _larger(amax, _row_amax(x1, BK, K, NAN_SPREADS, BK), NAN_SPREADS)
-        amax = _larger(amax, _row_amax(x2, 2 * BK, K, NAN_SPREADS, BK), NAN_SPREADS)
+        x2, b2 = _blocks(x2, BM, BK, NAN_SPREADS)
+        amax = _max_magnitude(
+            _larger(_larger(b0, b1, NAN_SPREADS), b2, NAN_SPREADS), 1, NAN_SPREADS
+        )
     if PIECES == 0:
         for column in range(BK, K, BK):
             x = _load_piece(x_ptr, rows, row_mask, column, K, stride_m, BK)
-            amax = _larger(amax, _row_amax(x, column, K, NAN_SPREADS, BK), NAN_SPREADS)
+            x, b = _blocks(x, BM, BK, NAN_SPREADS)
+            amax = _larger(amax, _row_amax(x, b, column, K, PADDED, NAN_SPREADS, BK), NAN_SPREADS)
     amax, S, g = _global_scale(amax, GLOBAL)
     tl.store(amax_ptr + rows, amax, mask=row_mask)
     tl.store(encode_ptr + rows, S, mask=row_mask)
     tl.store(decode_ptr + rows, g, mask=row_mask)
     A, S, g = amax[:, None], S[:, None], g[:, None]
     _quantize_piece(
-        x0, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 0, K, BM, BK, NAN_SPREADS,
+        x0, b0, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 0, K, BM, BK, NAN_SPREADS,
         VALUES, RECIPE,
     )  # fmt: skip
     if PIECES == 3:
         _quantize_piece(
-            x1, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, BK, K, BM, BK, NAN_SPREADS,
+            x1, b1, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, BK, K, BM, BK, NAN_SPREADS,
             VALUES, RECIPE,
         )  # fmt: skip
         _quantize_piece(
-            x2, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 2 * BK, K, BM, BK, NAN_SPREADS,
-            VALUES, RECIPE,
+            x2, b2, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, 2 * BK, K, BM, BK,
+            NAN_SPREADS, VALUES, RECIPE,
         )  # fmt: skip
     if PIECES == 0:
         for column in range(BK, K, BK):
             x = _load_piece(x_ptr, rows, row_mask, column, K, stride_m, BK)
+            x, b = _blocks(x, BM, BK, NAN_SPREADS)
             _quantize_piece(
-                x, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK,
+                x, b, A, S, g, seed_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK,
                 NAN_SPREADS, VALUES, RECIPE,
             )  # fmt: skip
 
@@ -616,6 +633,8 @@ def _launch_tokens(
             BM=config.rows,
             BK=config.columns,
             PIECES=config.pieces,
+            PADDED=k % config.columns != 0,
+            LEADS=values and not is_interpreted() and beyond_device(x_MK.device, 9) is None,
             NAN_SPREADS=operand.nan_amax == "propagate",
             GLOBAL=global_constants(operand, x_MK.dtype),
             RECIPE=recipe_constants(operand, x_MK.dtype),

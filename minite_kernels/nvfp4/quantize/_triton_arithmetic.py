@@ -247,15 +247,17 @@ def random_bytes(seed, block):
 
 @triton.jit
 def dither_e2m1(y, random):
-    """Round FP32 y stochastically to the E2M1 grid with random bytes."""
+    """Round FP32 y stochastically to the E2M1 grid with random bytes.
+
+    A byte added below the grid's mantissa bit, then cut off: the carry reaches the next binade, whose
+    step is twice as large and is not passed. Numbers below 1, whose step is 0.5 too, are raised by 1.
+    """
     magnitude = tl.abs(y)
-    step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
-    dithered = magnitude + random.to(tl.float32) * (step * 0.00390625)
-    step = tl.where(dithered < 2.0, 0.5, tl.where(dithered < 4.0, 1.0, 2.0))
-    inverse = tl.where(dithered < 2.0, 2.0, tl.where(dithered < 4.0, 1.0, 0.5))
-    floored = tl.minimum(tl.floor(dithered * inverse) * step, 6.0)
+    raised = tl.where(magnitude < 1.0, 1.0, 0.0)
+    dithered = (magnitude + raised).to(tl.int32, bitcast=True) + (random.to(tl.int32) << 14)
+    floored = (dithered & -4194304).to(tl.float32, bitcast=True) - raised
     sign = y.to(tl.int32, bitcast=True) & -2147483648
-    return (floored.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return (tl.minimum(floored, 6.0).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

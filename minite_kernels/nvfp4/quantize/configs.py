@@ -51,7 +51,8 @@ def token_config(k: int) -> TokenConfig:
     else:
         sizes = [size for size in (2048, 1024, 512, 256) if size <= padded] or [padded]
         columns, pieces = min(sizes, key=lambda size: (-(-k // size) * size, -size)), 0
-    rows = max(1, min(16, TOKEN_ELEMENTS // (columns * max(1, pieces))))
+    # A thread holds whole blocks of a piece: their scales are worked out once.
+    rows = max(1, min(16, (TOKEN_ELEMENTS if pieces < 3 else TOKEN_ELEMENTS // 2) // columns))
     return TokenConfig(rows, columns, pieces, 2 if columns * max(1, pieces) <= 4096 else 8)
 
 

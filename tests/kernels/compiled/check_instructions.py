@@ -87,6 +87,8 @@ def test_token_quantizer_reads_a_row_once(k: int, arch: int) -> None:
         "BM": config.rows,
         "BK": config.columns,
         "PIECES": config.pieces,
+        "PADDED": False,
+        "LEADS": True,
         "NAN_SPREADS": False,
         "GLOBAL": quantize.global_constants(operand, torch.bfloat16),
         "RECIPE": quantize.recipe_constants(operand, torch.bfloat16),
@@ -96,6 +98,7 @@ def test_token_quantizer_reads_a_row_once(k: int, arch: int) -> None:
     assert "cvt.rn.satfinite.e4m3x2.f32" in code and "fma.rn.f32" not in code
     loops = len(re.findall(r"^\s*@%p\d+ bra", code, re.M))
     assert (loops >= 2) == (config.pieces == 0)
+    assert "griddepcontrol.launch_dependents" in code
 
 
 FUSED = {
@@ -126,6 +129,7 @@ def test_fused_producers_are_one_kernel(
     constants = {
         "PRODUCER": producer,
         "SCOPE": scope,
+        "PADDED": False,
         "BM": max(1, 2048 // columns),
         "BK": columns,
         "NAN_SPREADS": False,
@@ -164,8 +168,8 @@ def test_wgrad_quantizer_transforms_on_tensor_cores(per_column: bool, arch: int)
 
 
 PACKED = {
-    **dict.fromkeys(("M", "N", "K", "stride_am"), "i32"),
-    **dict.fromkeys(("tile_expert_ptr", "tile_row_ptr", "s_ptr"), "*i32"),
+    **dict.fromkeys(("M", "N", "K", "E", "stride_am"), "i32"),
+    "s_ptr": "*i32",
     **dict.fromkeys(("offsets_ptr", "row_ptr"), "*i64"),
     **dict.fromkeys(("a_statistic_ptr", "b_statistic_ptr", "bias_ptr"), "*fp32"),
     "a_ptr": "*fp16",
@@ -183,6 +187,8 @@ def test_packed_gemm_decodes_into_hopper_tensor_cores(grouped: bool) -> None:
         "BK": 256,
         "SWAP": config.swap,
         "ASM": True,
+        "EP": 128,
+        "OVERLAP": True,
         "GROUPED": grouped,
         "GATHER": grouped,
         "GROUP": 8,
@@ -202,6 +208,9 @@ def test_packed_gemm_decodes_into_hopper_tensor_cores(grouped: bool) -> None:
     assert re.search(tensor_core, code)
     assert "mul.rn.f16x2" in code
     assert "cp.async" in code
+    wait = code.index("griddepcontrol.wait")
+    assert "prefetch.global.L2" in code[:wait]
+    assert "cp.async" not in code[:wait]
 
 
 NATIVE = {

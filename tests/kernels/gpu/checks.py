@@ -40,12 +40,19 @@ from minite_kernels.nvfp4.grouped_gemm import (
     route,
 )
 from minite_kernels.nvfp4.layout import pack_codes
-from minite_kernels.nvfp4.quantize import beyond_triton, quantize
+from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.quantize.fused import (
+    add_rms_norm_quantize,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from minite_kernels.nvfp4.recipe import RECIPES, get_recipe
 from minite_kernels.nvfp4.reciprocal import pack_corrections, rcp_approx
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 DEVICE = "cuda"
+#: (index, of): which recipes this process checks (``--shard 0/4``); compiling them takes the time.
+SHARD = [0, 1]
 
 
 def different(a: Tensor, b: Tensor) -> int:
@@ -83,6 +90,7 @@ def inputs() -> list[tuple[str, Tensor]]:
     out = [(kind, matrix(kind, 64, 512)) for kind in (*DISTRIBUTIONS, *NOT_FINITE)]
     out += [("sweep", torch.cat(amax_sweep(torch.float32, 16, 128)))]
     out += [("wide", matrix("heavy_t2", 3, 20480)), ("one_row", matrix("normal", 1, 256))]
+    out += [("three_pieces", matrix("heavy_t2", 17, 768)), ("ragged", matrix("normal", 32, 250))]
     return [(f"{k}/{d}", x.to(d)) for k, x in out for d in (torch.bfloat16, torch.float32)]
 
 
@@ -90,7 +98,7 @@ def check_quantizer() -> dict[str, Any]:
     """Bytes of Triton, and of the reference on the GPU, that differ from the CPU reference."""
     wrong: dict[str, int] = {}
     compared = 0
-    for name, recipe in RECIPES.items():
+    for name, recipe in list(RECIPES.items())[SHARD[0] :: SHARD[1]]:
         for role in ("activation", "weight"):
             operand = recipe.operand(role)
             for kind, x in inputs():
@@ -101,8 +109,7 @@ def check_quantizer() -> dict[str, Any]:
                 x = x[:rows]
                 expected = quantize(x, recipe, role=role, impl="ref", **scales)
                 on_device = {key: value.to(DEVICE) for key, value in scales.items()}
-                impls = ["ref"] if beyond_triton(operand, x) else ["ref", "triton"]
-                for impl in impls:
+                for impl in ("ref", "triton"):
                     ours = quantize(x.to(DEVICE), recipe, role=role, impl=impl, **on_device)
                     bad = different(ours.codes.cpu(), expected.codes)
                     bad += different(
@@ -137,6 +144,10 @@ PACKED = [
     configs.PackedConfig(16, 64, True, 4, 4),
     configs.PackedConfig(16, 32, True, 4, 4),
     configs.PackedConfig(16, 128, True, 8, 4),
+    configs.PackedConfig(8, 64, True, 4, 4),
+    configs.PackedConfig(8, 128, True, 8, 4),
+    configs.PackedConfig(16, 32, False, 4, 4),
+    configs.PackedConfig(16, 64, False, 8, 4),
     configs.PackedConfig(64, 64, True, 4, 4),
     configs.PackedConfig(64, 128, True, 8, 3),
     configs.PackedConfig(128, 128, False, 8, 3),
@@ -339,7 +350,8 @@ def check_training() -> dict[str, Any]:
     dy = matrix("heavy_t2", 2112, 768, seed=1).bfloat16().to(DEVICE)
     x[2048:], dy[2048:] = 0, 0
     w = torch.stack([matrix("normal", 768, 512, seed=e) for e in range(4)]).bfloat16().to(DEVICE)
-    for recipe in (rne, replace(rne, rht_wgrad=False)):
+    recipes = (rne, replace(rne, rht_wgrad=False), get_recipe("te-4over6"))
+    for recipe in (*recipes, get_recipe("te-row-scaled")):
         for function, args in (
             (grouped_linear.forward, (x, w)),
             (grouped_linear.data_gradient, (dy, w)),
@@ -349,15 +361,71 @@ def check_training() -> dict[str, Any]:
                 function(*args, offsets, grouped_linear.Options(recipe, impl), aligned=True)
                 for impl in ("ref", "triton")
             )
-            name = f"{function.__name__}/rht={recipe.rht_wgrad}"
+            name = f"{recipe.name}/{function.__name__}/rht={recipe.rht_wgrad}"
             error = ((ours.double() - ref.double()).norm() / ref.double().norm()).item()
             out[name] = {"different": different(ours, ref), "of": ref.numel(), "relative": error}
     return out
 
 
+def check_fused() -> dict[str, Any]:
+    """Fused producers: one Triton kernel against the composition on the CPU, byte for byte."""
+    wrong: dict[str, int] = {}
+    compared = 0
+    recipes = ("vllm-cuda", "flashinfer-fast", "flashinfer-rmsnorm", "te-row-scaled", "te",
+               "te-4over6", "compressed-tensors")  # fmt: skip
+    kinds = (
+        "normal/",
+        "heavy_t2/",
+        "zero_blocks/",
+        "nan_element/",
+        "inf_element/",
+        "three_pieces/",
+    )
+    for name in recipes[SHARD[0] :: SHARD[1]]:
+        static = get_recipe(name).activation.amax_scope == "static"
+        for kind, x in inputs():
+            k = x.shape[1] // 4 * 2
+            if not kind.startswith(kinds):
+                continue
+            weight = matrix("normal", 1, 2 * k, seed=1)[0].to(x.dtype)
+            x = x[:, : 2 * k]
+            options = {"global_encode_scale": torch.tensor(300.0)} if static else {}
+            calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+                "silu": (silu_mul_quantize, (x, name), {}),
+                "silu/twice": (silu_mul_quantize, (x, name), {"rounding": "twice"}),
+                "norm": (rms_norm_quantize, (x, weight, 1e-6, name), {}),
+                "add": (add_rms_norm_quantize, (x, x.flip(0), weight, 1e-6), {"recipe": name}),
+                "add/float32": (
+                    add_rms_norm_quantize,
+                    (x, x.flip(0), weight, 1e-6),
+                    {"recipe": name, "form": "float32"},
+                ),
+            }
+            for call, (function, args, extra) in calls.items():
+                expected = function(*args, **extra, **options, impl="ref")
+                on = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in args]
+                scales = {key: value.to(DEVICE) for key, value in options.items()}
+                ours = function(*on, **extra, **scales, impl="triton")
+                pairs = [(ours, expected)] if "add" not in call else [(ours[0], expected[0])]
+                bad = sum(
+                    different(o.codes.cpu(), e.codes)
+                    + different(
+                        o.block_scale.view(torch.uint8).cpu(), e.block_scale.view(torch.uint8)
+                    )
+                    for o, e in pairs
+                )
+                if "add" in call:
+                    bad += different(ours[1].cpu(), expected[1])
+                compared += 1
+                if bad:
+                    wrong[f"{name}/{call}/{kind}"] = bad
+    return {"tensors": compared, "wrong": len(wrong), "examples": dict(list(wrong.items())[:40])}
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "reciprocal": check_reciprocal,
     "quantizer": check_quantizer,
+    "fused": check_fused,
     "tiles": check_tiles,
     "batches": check_batches,
     "experts": check_experts,
@@ -367,6 +435,9 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main(names: list[str]) -> None:
+    if names and names[0] == "--shard":
+        SHARD[:] = map(int, names[1].split("/"))
+        names = names[2:]
     if names and names[0] == "table":
         Path(names[1]).write_bytes(pack_corrections(measure_reciprocal()))
         names = names[2:]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("name", ("quantizer", "batches", "experts", "invariant"))
+@pytest.mark.parametrize("name", ("quantizer", "fused", "batches", "experts", "invariant"))
 def test_no_byte_differs(name: str) -> None:
     import checks
 

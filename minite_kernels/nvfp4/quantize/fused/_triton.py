@@ -28,6 +28,7 @@ _global_scale = quantizer._global_scale
 _load_piece = quantizer._load_piece
 _load_scales = quantizer._load_scales
 _quantize_piece = quantizer._quantize_piece
+_blocks = quantizer._blocks
 _row_amax = quantizer._row_amax
 
 #: Columns of a piece of SiLU-mul under a known scale.
@@ -117,6 +118,7 @@ def _fused_kernel(
     stride_residual,
     PRODUCER: tl.constexpr,
     SCOPE: tl.constexpr,
+    PADDED: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
     NAN_SPREADS: tl.constexpr,
@@ -141,11 +143,14 @@ def _fused_kernel(
             stride_residual, eps, PRODUCER, BK,
         )  # fmt: skip
         x = tl.where((column + tl.arange(0, BK) < K)[None, :], x, 0.0)
+    x, b = _blocks(x, BM, BK, NAN_SPREADS)
     if SCOPE == "amax":
-        tl.store(amax_ptr + rows, _row_amax(x, column, K, NAN_SPREADS, BK), mask=row_mask)
+        tl.store(
+            amax_ptr + rows, _row_amax(x, b, column, K, PADDED, NAN_SPREADS, BK), mask=row_mask
+        )
     else:
         if SCOPE == "token":
-            A, S, g = _global_scale(_row_amax(x, column, K, NAN_SPREADS, BK), GLOBAL)
+            A, S, g = _global_scale(_row_amax(x, b, column, K, PADDED, NAN_SPREADS, BK), GLOBAL)
             tl.store(amax_ptr + rows, A, mask=row_mask)
             tl.store(encode_ptr + rows, S, mask=row_mask)
             tl.store(decode_ptr + rows, g, mask=row_mask)
@@ -154,7 +159,7 @@ def _fused_kernel(
             PER_ROW: tl.constexpr = SCOPE == "rows"
             A, S, g = _load_scales(amax_ptr, encode_ptr, decode_ptr, rows, row_mask, PER_ROW, BM)
         _quantize_piece(
-            x, A, S, g, amax_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, NAN_SPREADS,
+            x, b, A, S, g, amax_ptr, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, NAN_SPREADS,
             False, RECIPE,
         )  # fmt: skip
 
@@ -227,6 +232,7 @@ def _quantize(
                 0 if residual is None else residual.stride(0),
                 PRODUCER=producer,
                 SCOPE=scope,
+                PADDED=k % columns != 0,
                 BM=rows,
                 BK=columns,
                 NAN_SPREADS=spreads,
