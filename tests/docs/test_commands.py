@@ -19,10 +19,7 @@ RUN_HERE = {
     "minite-diag compare --resume runs/demo": (0,),
     "minite-diag export demo-moe -o refit --recipe te --layout compressed-tensors": (0,),
     "minite-diag explain MD102": (0,),
-    "minite-diag explain": (0,),
     "minite-diag recipes": (0,),
-    "minite-diag align --list": (0,),
-    "minite-diag compare --show-config": (0,),
     "minite-diag gate runs/demo --profile nvfp4": (0, 1, 3),
     "minite-diag gate runs/demo --profile fp8 --limit p99_abs=0.2": (0, 1, 3),
     "minite-diag gate runs/demo --limit 'rel_l2=0.05@*.self_attn.*:output' "
@@ -45,7 +42,6 @@ RUN_HERE = {
 _MAIN = "tests/main_job/test_real_engines.py"
 RUN_ELSEWHERE = {
     "make demo": "tests/docs/test_commands.py::test_make_demo_is_the_main_job",
-    "make test": "tests/docs/test_commands.py::test_make_test_runs_every_test",
     "minite-diag compare --learner te --sampler vllm --model path/to/hf-folder": (
         f"{_MAIN}::test_it_measures_and_says_what_ran"
     ),
