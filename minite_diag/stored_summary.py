@@ -14,6 +14,8 @@ from typing import Any, Final
 from minite_diag import __version__
 
 SUMMARY_FILE: Final = "summary.json"
+_MADE_BY: Final = ("summary.py", "logprobs.py", "attribute/first_divergence.py")
+"""Our own files whose change makes another summary of the same run."""
 _MADE_FROM: Final = ("plan.json", "comparison.parquet", "logprobs.parquet", "attribution.json")
 
 
@@ -52,6 +54,7 @@ def _digests(run: Path) -> dict[str, str]:
     files = [run / name for name in _MADE_FROM]
     files += sorted(run.glob("traces/*/manifest.json"))
     found = {"version": __version__}
+    found |= {name: _digest(Path(__file__).parent / name) for name in _MADE_BY}
     for file in files:
         try:
             found[str(file.relative_to(run))] = _digest(file)

@@ -14,7 +14,7 @@ The object::
     pairs       [{learner, sampler, logprob: {score, sample}, sites, first_divergence, worst,
                  routing, comparable, causes: [{code, title, where, text, strength, basis,
                  evidence, fixes, effect, below_noise}], contracts, live, noise}]
-    gate        verdict, profile and reasons (only with --gate)
+    gate        the gate object, described in minite_diag/gate/judge.py (only with a gate)
     files       comparison, logprobs, report
     next        the command to run next
 """

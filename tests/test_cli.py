@@ -60,6 +60,12 @@ def test_the_gate_imports_no_torch_and_no_pandas(stored: Path) -> None:
         assert not names & {"torch", "pandas", "matplotlib", "jinja2"}, extra
 
 
+def test_reports_and_changes_import_no_torch(stored: Path) -> None:
+    run = str(stored)
+    for arguments in (("report", run), ("report", run, run), ("report", run, "--format", "text")):
+        assert "torch" not in {name.split(".")[0] for name in imported(*arguments)}, arguments
+
+
 def test_a_kept_summary_is_made_anew_when_a_file_changes(stored: Path) -> None:
     first = read_summary(stored)
     write_run(stored, rounding(0.001, 20, 20))

@@ -123,6 +123,8 @@ def _judge(
         return {"verdict": "inconclusive", "reason": _below_floor(floor, leg)}
     if low > (max(warn, floor) if floor else warn):
         return {"verdict": "fail", "reason": ""}
+    if low > warn:
+        return {"verdict": "inconclusive", "reason": _near_floor(floor, leg)}
     if edge < low and high <= warn:
         return {"verdict": "inconclusive", "reason": "in the warning band"}
     return {"verdict": "inconclusive", "reason": _spans(found, limit)}
@@ -143,6 +145,14 @@ def _below_floor(floor: float, leg: Mapping[str, Any] | None) -> str:
     assert leg is not None
     return (
         f"below the noise floor {floor:.3g}: {leg['engine']} differs as much from itself "
+        f"({leg['leg']})"
+    )
+
+
+def _near_floor(floor: float, leg: Mapping[str, Any] | None) -> str:
+    assert leg is not None
+    return (
+        f"the interval reaches down to the noise floor {floor:.3g}: {leg['engine']} against itself "
         f"({leg['leg']})"
     )
 

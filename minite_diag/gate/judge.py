@@ -96,6 +96,7 @@ class _JudgedPair:
     mode: str
     checks: list[Json]
     statistics: list[Json]
+    left_out: list[str]
 
 
 def _judge_pairs(run: Path, summary: Json, limits: Sequence[Limit]) -> list[_JudgedPair]:
@@ -121,7 +122,9 @@ def _judge_pairs(run: Path, summary: Json, limits: Sequence[Limit]) -> list[_Jud
         ]
         mode = "sample" if "sample" in found else "score"
         complete = [{**_EMPTY, **place, **check} for check in checks]
-        judged.append(_JudgedPair(pair, mode, complete, statistics))
+        told = {check["metric"] for check in complete}
+        left_out = [limit.metric for limit in limits if limit.metric not in told]
+        judged.append(_JudgedPair(pair, mode, complete, statistics, left_out))
     return judged
 
 
@@ -267,8 +270,16 @@ def _unmeasured(summary: Json) -> list[str]:
 def _notes(
     summary: Json, judged: list[_JudgedPair], baseline: Json | None, waivers: list[Json]
 ) -> list[str]:
-    notes = []
+    notes = [
+        f"{engine['id']}: {len(engine['silent_hooks'])} hooks never fired"
+        for engine in summary["engines"]
+        if engine["silent_hooks"]
+    ]
     for pair in judged:
+        notes += [
+            f"{metric} is not judged: it needs sampled tokens (compare --modes score,sample)"
+            for metric in pair.left_out
+        ]
         for found in pair.statistics:
             place = f"{found['sampler']} {found['mode']}"
             notes.append(f"{place}: {found['tail']}")

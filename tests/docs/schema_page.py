@@ -32,6 +32,7 @@ def page() -> str:
         "",
         "```python",
         "import pandas as pd",
+        "",
         'rows = pd.read_parquet("runs/demo/comparison.parquet")',
         'print(rows[rows.status == "compared"].groupby("kind").bitwise_fraction.mean())',
         "```",

@@ -121,6 +121,21 @@ def test_nothing_fails_below_the_noise_floor(run: Path) -> None:
     assert "batch-4" in reason
 
 
+def test_a_gap_that_may_be_noise_is_not_called_one(run: Path) -> None:
+    """The estimate is above the floor, its lower bound is not."""
+    values = rounding(0.2, 12, 20)
+    gate = judge(write_run(run, values, legs=[leg(0.15)]))
+    found = check(gate, "mean_abs")
+    assert found["low"] < 0.15 < found["estimate"]
+    assert found["verdict"] == "inconclusive"
+    assert "noise floor 0.15" in found["reason"]
+
+
+def test_a_gap_above_the_noise_fails(run: Path) -> None:
+    gate = judge(write_run(run, rounding(0.2, 24, 60), legs=[leg(0.02)]))
+    assert check(gate, "mean_abs")["verdict"] == "fail"
+
+
 def test_the_noise_floor_of_bitwise(run: Path) -> None:
     values = [np.full(10, 1e-4)] * 4
     assert judge(write_run(run / "a", values), "bitwise")["verdict"] == "fail"
@@ -144,6 +159,7 @@ def test_kl_is_judged_on_sampled_tokens_only(run: Path) -> None:
     gate = judge(write_run(run, rounding(0.02, 24, 60), mode="score"))
     assert {c["metric"] for c in gate["checks"]} == {"mean_abs", "mult_prob_error"}
     assert gate["verdict"] == "pass"
+    assert any(note.startswith("k3_kl is not judged") for note in gate["notes"])
 
 
 def test_a_run_without_tokens_never_passes(run: Path) -> None:
