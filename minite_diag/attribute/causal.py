@@ -118,6 +118,18 @@ class Experiment:
         self.patched += result.patched
         return self.gap(result)
 
+    def swap(
+        self, name: str, swap: dict[str, Any], swapped: tuple[str, ...], sites: tuple[str, ...]
+    ) -> JobResult:
+        """Run with these parts of the quantized linears' operands from the baseline."""
+        job = Job(
+            name,
+            tuple(self.sequences),
+            operands={**swap, "swapped": swapped},
+            operand_sites=sites,
+        )
+        return self.runs.run("operands", job)
+
     def gap(self, result: JobResult) -> dict[str, Any]:
         """The gap of one job against the baseline's stored log-probabilities."""
         prompts = {s.probe: s.prompt_length for s in self.sequences}
@@ -130,11 +142,12 @@ def measure_shares(
     target_id: str,
     floor: float,
     layer_outputs: Mapping[int, Site],
+    operands: OperandExperiment | None = None,
 ) -> dict[str, Any]:
     """The causal record of one pair.
 
     `floor` is the noise of the engines themselves (mean_abs), `layer_outputs` the baseline's
-    captured layer outputs.
+    captured layer outputs, `operands` what to swap inside of quantized linears.
     """
     born = with_routing(experiment.local.born())
     everything = frozenset(born)
@@ -148,6 +161,8 @@ def measure_shares(
         "layers": [],
         "prefix": [],
         "upstream": [],
+        "operands": [],
+        "operand_sites": 0,
         "interaction_ops": None,
         "interaction_layers": None,
         "smallest": None,
@@ -169,6 +184,8 @@ def measure_shares(
             for layer in last_of_ranges(num_layers)
             if layer in layer_outputs
         ]
+        if operands is not None:
+            _swap_operands(record, experiment, operands)
     except BudgetSpent as spent:
         record["notes"].append(f"cut short: {spent}")
     record["patched"] = experiment.patched
@@ -184,6 +201,56 @@ def with_routing(sites: Iterable[Site]) -> list[Site]:
             found[Site(site.fqn, "topk_ids")] = None
             found[Site(site.fqn, "topk_weights")] = None
     return list(found)
+
+
+@dataclass(frozen=True)
+class OperandExperiment:
+    """The quantized linears of a pair: `swap` is an attribute.operands.OperandSwap as data.
+
+    `sites` are their outputs, `reason` says why there is no experiment.
+    """
+
+    swap: dict[str, Any]
+    sites: tuple[str, ...]
+    parts: tuple[str, ...]
+    reason: str = ""
+
+
+def _swap_operands(
+    record: dict[str, Any], experiment: Experiment, operands: OperandExperiment
+) -> None:
+    """Shares of weights, their codes and scales, the activation rule and the GEMM."""
+    if operands.reason:
+        record["notes"].append(f"operands not swapped: {operands.reason}")
+        return
+    before = record["gap"]
+    control = experiment.swap("operands-own", operands.swap, (), operands.sites)
+    exact = tuple(sorted(set(operands.sites) - set(control.inexact)))
+    record["operand_sites"] = len(exact)
+    if len(exact) < len(operands.sites):
+        record["notes"].append(
+            f"operands swapped at {len(exact)} of {len(operands.sites)} quantized linears: the "
+            "model of the others is not exact"
+        )
+    if not exact:
+        return
+    for name, swapped in (
+        *((part, (part,)) for part in operands.parts),
+        ("all operands", ("weights", "activation rule", "gemm rule")),
+    ):
+        result = experiment.swap(f"operands-{name}", operands.swap, swapped, exact)
+        after = experiment.gap(result)
+        record["operands"].append(
+            {
+                "name": name,
+                "sites": len(exact),
+                "changed": len(result.inexact),
+                "closed": closed(before, after),
+                "closed_p99": closed(before, after, "p99_abs"),
+                "closed_k3": closed(before, after, "k3"),
+                "gap": after,
+            }
+        )
 
 
 def _fill(

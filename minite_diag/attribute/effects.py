@@ -14,6 +14,13 @@ from minite_diag.attribute.causes import CAUSES, OPS
 SAME_CONDITIONS: Final = ("observer", "repeat")
 """Legs whose two runs differ in nothing that a user would change: their worst is the noise."""
 
+_OPERANDS: Final = {
+    "weight": "weights",
+    "activation": "activation rule",
+    "GEMM": "gemm rule",
+}
+"""Where a rule was found -> what was swapped to measure it."""
+
 _OPS_BY_CODE: Final = {code: op for op, code in OPS.items()}
 
 
@@ -72,8 +79,7 @@ def _effect(
         return [{"op": "routing", "closed": routing["closed"], "nats": routing["nats"]}]
     if causal is None or not causal["gap"]["mean_abs"]:
         return []
-    ops = _ops(finding)
-    shares = [*causal["ops"], *causal.get("operands", [])]
+    shares = _shares(finding, causal)
     return [
         {
             "op": share["name"],
@@ -81,8 +87,18 @@ def _effect(
             "nats": share["closed"] * causal["gap"]["mean_abs"],
         }
         for share in shares
-        if share["name"] in ops and share["closed"] is not None
+        if share["closed"] is not None
     ]
+
+
+def _shares(finding: dict[str, Any], causal: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the operand that a rule is about where operands were swapped, else of the op classes."""
+    operand = next((v for k, v in _OPERANDS.items() if finding["where"].startswith(k)), None)
+    if finding["code"].startswith("MD1") and operand is not None:
+        found = [share for share in causal["operands"] if share["name"] == operand]
+        if found:
+            return found
+    return [share for share in causal["ops"] if share["name"] in _ops(finding)]
 
 
 def _ops(finding: dict[str, Any]) -> tuple[str, ...]:
@@ -91,9 +107,7 @@ def _ops(finding: dict[str, Any]) -> tuple[str, ...]:
     if code in _OPS_BY_CODE:
         return (_OPS_BY_CODE[code],)
     if code.startswith("MD1"):
-        part = next((p for p in ("weight", "activation", "GEMM") if where.startswith(p)), None)
-        operand = {"weight": "weights", "activation": "activation rule", "GEMM": "gemm rule"}
-        return ("linear", "experts", *([operand[part]] if part else []))
+        return ("linear", "experts")
     if code.startswith("MD3"):
         return ("lm_head",) if where == "lm_head" else ("linear", "experts", "embedding")
     return ()

@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from minite_diag.attribute.effects import noise_floor
 from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns, Session
+from minite_diag.attribute.record import read_attribution
 from minite_diag.capture import runner
 from minite_diag.capture.live import ForwardBudget, LiveSession, SequenceSpec, sequences_of
 from minite_diag.errors import MiniteDiagError
@@ -35,6 +36,9 @@ SCHEMA: Final = 1
 LEG_SEQUENCES: Final = 2
 CAUSAL_SEQUENCES: Final = 2
 """Of each mode: causal shares need some fifty runs."""
+
+if TYPE_CHECKING:
+    from minite_diag.attribute.causal import OperandExperiment
 
 OpenSession = Callable[[Path, str, runner.Report], AbstractContextManager[Session]]
 
@@ -187,10 +191,33 @@ class _Attribution:
                     target,
                     self._floor(learner, target),
                     layer_outputs(baseline, keys),
+                    self._operands(learner, target),
                 )
             )
         finally:
             local.delete()
+
+    def _operands(self, learner: str, target: str) -> OperandExperiment | None:
+        """What the stored half found both engines to compute in their quantized linears."""
+        from minite_diag.attribute.causal import OperandExperiment
+        from minite_diag.attribute.operands import PARTS, swap_recipes
+
+        if not self.plan.quantized:
+            return None
+        pairs = (read_attribution(self.run) or {}).get("pairs", [])
+        contracts = [
+            pair["contracts"]
+            for pair in pairs
+            if (pair["baseline"], pair["target"]) == (learner, target)
+        ]
+        if not contracts:
+            return OperandExperiment({}, (), (), "the stored run was not attributed before")
+        recipes = swap_recipes(contracts[0])
+        if isinstance(recipes, str):
+            return OperandExperiment({}, (), (), recipes)
+        swap = {"baseline": learner, "target": target, "recipes": recipes}
+        sites = tuple(f"{fqn}:output" for fqn in self.plan.quantized)
+        return OperandExperiment(swap, sites, PARTS)
 
     def _floor(self, *engines: str) -> float:
         """Of the legs that differ in nothing but the run: the gap was measured alone, in prefill."""

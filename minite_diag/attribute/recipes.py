@@ -168,7 +168,10 @@ def field_effect(
     changed = _with_operand(recipe, kind, replace(recipe.operand(kind), **{name: value}))
     different = []
     for sample in samples:
-        before, after = _quantize(sample, recipe, kind), _quantize(sample, changed, kind)
+        before, after = (
+            quantize_sample(sample, recipe, kind),
+            quantize_sample(sample, changed, kind),
+        )
         if before is None or after is None:
             continue
         a, b = unpack(unsigned_zero(before.codes)), unpack(unsigned_zero(after.codes))
@@ -191,7 +194,7 @@ def _with_operand(recipe: Recipe, role: Role, operand: OperandRecipe) -> Recipe:
 def _match(name: str, recipe: Recipe, role: Role, samples: list[Sample]) -> Match:
     codes = scales = code_count = scale_count = predicted = 0
     for sample in samples:
-        made = _quantize(sample, recipe, role)
+        made = quantize_sample(sample, recipe, role)
         if made is None:
             return Match(name, 0.0, 0.0, 0.0, 0)
         equal = unsigned_zero(made.codes) ^ unsigned_zero(sample.codes)
@@ -214,7 +217,7 @@ def _predicts_global_scale(made: Nvfp4Tensor, held: HeldScale) -> bool:
     return held.decode is not None and torch.equal(made.global_decode_scale, held.decode)
 
 
-def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
+def quantize_sample(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
     """With the recipe's own dynamic scale, or else the engine's captured one."""
     scope = recipe.operand(role).amax_scope
     try:
@@ -234,7 +237,7 @@ def _quantize(sample: Sample, recipe: Recipe, role: Role) -> Nvfp4Tensor | None:
         return None
 
 
-def _global_scale(side: Side, key: SequenceKey, site: Site) -> HeldScale:
+def global_scale(side: Side, key: SequenceKey, site: Site) -> HeldScale:
     """The global scale in the engine's own direction: converting it would cost a rounding."""
     pieces = side.sites.get(key, {}).get(site)
     if not pieces:
@@ -270,7 +273,7 @@ def activation_inputs(side: Side) -> Iterator[ActivationInput]:
             seen.add(group)
             x = side.read(key, Site(site.fqn, "input"))
             if x is not None and x.tensor.numel():
-                scale = _global_scale(side, key, Site(site.fqn, "act_global_decode_scale"))
+                scale = global_scale(side, key, Site(site.fqn, "act_global_decode_scale"))
                 yield ActivationInput(site.fqn, x.tensor, scale)
         side.trace.release()
 
@@ -292,7 +295,7 @@ def activation_samples(side: Side) -> Iterator[Sample]:
             x.tensor,
             codes.tensor,
             block_scale.tensor,
-            _global_scale(side, key, Site(site.fqn, "act_global_decode_scale")),
+            global_scale(side, key, Site(site.fqn, "act_global_decode_scale")),
         )
 
 
@@ -322,7 +325,7 @@ def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> 
             weight,
             codes.tensor,
             scale.tensor,
-            _global_scale(side, STATIC, Site(site.fqn, "weight_global_decode_scale")),
+            global_scale(side, STATIC, Site(site.fqn, "weight_global_decode_scale")),
             amax,
         )
 
@@ -393,6 +396,6 @@ def _multiply(recipe: Recipe, a: Sample, b: Sample, dtype: torch.dtype) -> torch
 
 
 def _as_operand(recipe: Recipe, role: Role, sample: Sample) -> Nvfp4Tensor:
-    made = _quantize(sample, recipe, role)
+    made = quantize_sample(sample, recipe, role)
     assert made is not None
     return replace(made, codes=sample.codes, block_scale=sample.block_scale)

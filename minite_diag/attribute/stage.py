@@ -55,6 +55,8 @@ def attribute(
     ]
     result: dict[str, Any] = {"schema": ATTRIBUTION_SCHEMA, "pairs": pairs, "live": None}
     if live:
+        # The live half reads what the stored half found.
+        _write(run, result)
         from minite_diag.attribute.live import attribute_live
 
         result["live"] = attribute_live(run, report, budget=budget)
@@ -195,7 +197,7 @@ def _live_rows(live: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         }
     for causal in live["causal"]:
         ends = {"baseline": causal["baseline"], "target": causal["target"]}
-        for group in ("ops", "layers"):
+        for group in ("ops", "layers", "operands"):
             for share in causal[group]:
                 yield {
                     **ends,

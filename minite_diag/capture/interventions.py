@@ -12,7 +12,7 @@ and exactly the baseline's output where the op computed exactly what it computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -28,6 +28,9 @@ from minite_diag.errors import EngineError
 from minite_diag.plan import CaptureSpec
 from minite_diag.site import Site, matches
 from minite_diag.trace.store import Row, Trace, TraceWriter
+
+OperandOutput = Callable[[str, torch.Tensor, torch.dtype], torch.Tensor | None]
+"""(module, input [T, K], dtype) -> the output [T, N] of a quantized linear with other operands."""
 
 MODES: Final = ("value", "correction")
 CACHE_BYTES: Final = 1 << 30
@@ -130,6 +133,31 @@ class IntervenedRecorder(Recorder):
         self.rows_changed = 0
         self.routed_rows = 0
         self.patched_sites: set[Site] = set()
+        self.use_operands(None, ())
+
+    def use_operands(self, output: OperandOutput | None, sites: Sequence[str]) -> None:
+        """Compute these linears by `output` from now on; None ends it.
+
+        Afterwards `inexact` holds the sites at which that gave other bits than the engine's.
+        """
+        self._operands = output
+        self._operand_sites = frozenset(map(Site.parse, sites))
+        self._inputs: dict[str, torch.Tensor] = {}
+        self.inexact: set[Site] = set()
+
+    def tensor(
+        self,
+        native: str,
+        kind: str,
+        tensor: torch.Tensor,
+        row_index: torch.Tensor | None = None,
+        *,
+        per_call: bool = False,
+    ) -> None:
+        """As any Recorder; a linear's input is kept for its own output where operands change."""
+        if self.active and self._operands is not None and kind == "input":
+            self._inputs[native] = tensor
+        super().tensor(native, kind, tensor, row_index, per_call=per_call)
 
     def wants(self, native: str, kind: str) -> bool:
         """Whether the current job records the site."""
@@ -186,6 +214,8 @@ class IntervenedRecorder(Recorder):
         self, native: str, kind: str, tensor: torch.Tensor, row_index: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """What flows on instead of `tensor` [rows, ...]; None where nothing replaces it."""
+        if self.active and self._operands is not None and kind == "output":
+            return self._with_operands(native, tensor)
         if not (self.active and self._active):
             return None
         result: torch.Tensor | None = None
@@ -200,6 +230,28 @@ class IntervenedRecorder(Recorder):
                 if kind == "input":
                     # One input serves all parts of a fused module.
                     break
+        return result
+
+    def _with_operands(self, native: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The output of a linear with other operands; None where nothing changes."""
+        x = self._inputs.pop(native, None)
+        assert self._operands is not None
+        result: torch.Tensor | None = None
+        for part in self.layout.parts.get(native) or (Part(native),):
+            site = Site(part.fqn, "output")
+            if x is None or site not in self._operand_sites:
+                continue
+            computed = self._operands(part.fqn, x.reshape(x.shape[0], -1), tensor.dtype)
+            own = tensor[:, part.start : part.stop] if part.stop else tensor
+            if computed is None:
+                self.inexact.add(site)
+                continue
+            self._count(site)
+            if torch.equal(computed, own):
+                continue
+            self.inexact.add(site)
+            result = tensor.clone() if result is None else result
+            (result[:, part.start : part.stop] if part.stop else result).copy_(computed)
         return result
 
     def route(

@@ -73,6 +73,9 @@ class Job:
     tokens: int = 0
     seed: int = 0
     neighbours: tuple[SequenceSpec, ...] = ()
+    operands: dict[str, Any] | None = None
+    """An attribute.operands.OperandSwap as plain data, applied at `operand_sites`."""
+    operand_sites: tuple[str, ...] = ()
 
     @property
     def forwards(self) -> int:
@@ -93,7 +96,8 @@ class Job:
                 SequenceSpec(**{**s, "token_ids": tuple(s["token_ids"])}) for s in data[name]
             )
         data["patch"] = tuple(Patch(**{**p, "sites": tuple(p["sites"])}) for p in data["patch"])
-        return cls(**{**data, "record": tuple(data["record"])})
+        tuples = {name: tuple(data[name]) for name in ("record", "operand_sites")}
+        return cls(**{**data, **tuples})
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class JobResult:
     """What one job gave.
 
     `patched` counts replaced tensors; `patched_sites` the sites they belong to. `rows_changed` of
-    `routed_rows` token rows got another set of experts than the engine chose.
+    `routed_rows` token rows got another set of experts than the engine chose. `inexact` are the
+    operand sites whose output was replaced by other bits.
     """
 
     name: str
@@ -129,6 +134,7 @@ class JobResult:
     rows_changed: int = 0
     routed_rows: int = 0
     trace: str = ""
+    inexact: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, text: str) -> JobResult:
@@ -138,6 +144,7 @@ class JobResult:
             Scored(**{**s, "token_ids": tuple(s["token_ids"]), "logprobs": tuple(s["logprobs"])})
             for s in data.pop("scored")
         )
+        data["inexact"] = tuple(data["inexact"])
         return cls(scored=scored, **data)
 
 

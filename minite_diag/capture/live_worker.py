@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from minite_diag.capture.interventions import IntervenedRecorder, Intervention
+from minite_diag.capture.interventions import IntervenedRecorder, Intervention, OperandOutput
 from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, SequenceSpec
 from minite_diag.capture.worker import EXIT_ERROR, Progress, _error_record, _follow_parent
 from minite_diag.engines.base import Engine, EngineInfo, ScoredTokens, TokenSequence
@@ -42,6 +42,7 @@ class LiveEngine:
         self.info: EngineInfo = self.engine.load(spec, plan)
         self.recorder: IntervenedRecorder | None = None
         self._traces: dict[str, Trace] = {}
+        self._sides: dict[str, Any] = {}
         self._done = 0
 
     def do(self, job: Job) -> Path:
@@ -70,6 +71,7 @@ class LiveEngine:
         writer = self._writer(job) if job.record else None
         patches = [Intervention(**dataclasses.asdict(patch)) for patch in job.patch]
         recorder.start(self._sources(patches), patches, job.record, writer)
+        recorder.use_operands(self._operands(job), job.operand_sites)
         done = False
         try:
             scored = self._run(job)
@@ -96,7 +98,20 @@ class LiveEngine:
             rows_changed=recorder.rows_changed,
             routed_rows=recorder.routed_rows,
             trace=str(writer.folder) if writer is not None else "",
+            inexact=tuple(sorted(map(str, recorder.inexact))),
         )
+
+    def _operands(self, job: Job) -> OperandOutput | None:
+        if job.operands is None:
+            return None
+        from minite_diag.attribute.operands import OperandModel, OperandSwap
+        from minite_diag.compare import Side
+
+        swap = OperandSwap(**{**job.operands, "swapped": tuple(job.operands["swapped"])})
+        for name in (swap.baseline, swap.target):
+            if name not in self._sides:
+                self._sides[name] = Side.of(Trace(self.run / "traces" / name))
+        return OperandModel(self.plan, self._sides, swap).output
 
     def _writer(self, job: Job) -> TraceWriter:
         folder = self.folder / f"{self._done:04d}-trace"

@@ -57,11 +57,17 @@ def pair(*findings: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_cause_gets_the_share_of_the_op_in_which_it_acts() -> None:
-    found = pair(finding("MD201"), finding("MD102", "weight quantizer"), finding("MD601"))
+    found = pair(
+        finding("MD201"),
+        finding("MD102", "weight quantizer"),
+        finding("MD601"),
+        finding("MD101", "activation quantizer"),
+    )
     add_effects(found, live(leg("repeat", 0.0)))
-    norm, weights, routing = (f["effect"] for f in found["findings"])
+    norm, weights, routing, activation = (f["effect"] for f in found["findings"])
     assert norm == [{"op": "norm", "closed": 0.2, "nats": 0.1}]
-    assert [(e["op"], e["closed"]) for e in weights] == [("linear", 0.6), ("weights", 0.4)]
+    assert [(e["op"], e["closed"]) for e in weights] == [("weights", 0.4)]
+    assert [(e["op"], e["closed"]) for e in activation] == [("linear", 0.6)]
     assert routing == [{"op": "routing", "closed": 0.1, "nats": 0.05}]
     assert found["noise"] == 0.0
     assert not any(f["below_noise"] for f in found["findings"])

@@ -4,6 +4,7 @@ import pytest
 
 from minite_diag.attribute.live import attribute_live
 from minite_diag.attribute.local_error import born_here
+from minite_diag.attribute.operands import PARTS
 
 LAYERS = 4
 
@@ -20,6 +21,9 @@ def found(real):
         "hf-vllm": ("--learner", "hf", "--sampler", "vllm", "--quantize", "none"),
         "te-vllm": ("--learner", "te", "--sampler", "vllm"),
         "hf-te": ("--learner", "hf", "--sampler", "te"),
+        "weights": ("--learner", "te", "--sampler", "te:recipe=te-1d"),
+        "activation rule": ("--learner", "te", "--sampler", "te:recipe=te-fast-math"),
+        "gemm rule": ("--learner", "vllm", "--sampler", "vllm:nvfp4_recipe=vllm-cuda"),
     }
     done = {}
 
@@ -145,3 +149,37 @@ def test_the_legs_of_real_engines(found):
     assert decode["prefill-decode"]["tokens"] == 5
     assert decode["batch-decode"]["status"] == "measured"
     assert 1 <= decode["batch-decode"]["tokens"] <= 6
+
+
+@pytest.mark.parametrize("part", ["weights", "activation rule"])
+def test_the_operand_that_differs_closes_the_whole_gap(found, part):
+    """te-ref differs from itself in one rule: the rule's share is all, the others' is nothing."""
+    (causal,) = found(part)["causal"]
+    shares = {share["name"]: share for share in causal["operands"]}
+    assert causal["operand_sites"] == 208, causal["notes"]
+    assert causal["gap"]["mean_abs"] > 0.0
+    assert shares[part]["gap"]["max_abs"] == 0.0
+    assert shares[part]["closed"] == shares["all operands"]["closed"] == 1.0
+    for other in {"weights", "activation rule", "gemm rule"} - {part}:
+        assert (shares[other]["closed"], shares[other]["changed"]) == (0.0, 0)
+    if part == "weights":
+        # Codes without their scales, or scales without their codes, are no weight at all.
+        assert min(shares["weight codes"]["closed"], shares["weight scales"]["closed"]) < 0.0
+
+
+def test_the_gemm_of_real_vllm_is_swapped_for_its_gpu_s(found):
+    (causal,) = found("gemm rule")["causal"]
+    shares = {share["name"]: share for share in causal["operands"]}
+    assert shares["gemm rule"]["changed"] > 0
+    assert shares["weights"]["changed"] == 0
+    # The emulation rounds some ties of the activations otherwise than the GPU's quantizer.
+    assert shares["activation rule"]["changed"] < shares["gemm rule"]["changed"]
+    assert shares["gemm rule"]["closed"] > 0.9
+
+
+def test_operands_of_two_engines_are_swapped_where_the_model_is_exact(found):
+    (causal,) = found("te-vllm")["causal"]
+    shares = {share["name"]: share for share in causal["operands"]}
+    assert causal["operand_sites"] >= 140
+    assert set(shares) == {*PARTS, "all operands"}
+    assert all(share["changed"] > 0 for share in shares.values())
