@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
-from minite_diag.alignments.base import apply_replacements, with_replaced
+from minite_diag.alignments.base import with_replaced
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
     Engine,
@@ -33,6 +33,12 @@ from minite_diag.engines.sglang_plugin.in_process import (
     InProcessScheduler,
 )
 from minite_diag.engines.sglang_plugin.layout import build_layout, expert_layers, linear_modules
+from minite_diag.engines.sglang_plugin.tensor_parallel import (
+    REASON,
+    SHARDED,
+    Preparation,
+    only_whole_sites,
+)
 from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
 from minite_diag.plan import EngineSpec, Plan
 
@@ -52,6 +58,7 @@ OPTIONS: Final = {
     "nvfp4_recipe": "auto (what SGLang's kernels compute, modelled on CPU), or another "
     f"arithmetic: {', '.join(nvfp4.MODELLED_RECIPES)}",
     "attention_backend": "SGLang's attention backend; default torch_native",
+    "tp_size": "tensor-parallel ranks, each a process on this machine; default 1",
     "seed": "overrides the plan's seed",
 }
 
@@ -78,12 +85,10 @@ class SglangEngine(Engine):
         sglang = _import_sglang()
         config = _read_config(Path(spec.checkpoint))
         _check_architecture(config)
-        if spec.checkpoint_format in QUANTIZATIONS:
-            recipe = spec.options.get("nvfp4_recipe", "auto")
-            nvfp4.register(nvfp4.NATIVE_RECIPE if recipe == "auto" else recipe)
-        self.patched = apply_replacements(self.name, spec.align, None)
+        preparation = Preparation(_nvfp4_recipe(spec), spec.align)
+        self.patched = preparation.apply()
         try:
-            self.engine = InProcessScheduler(self._arguments(config))
+            self.engine = InProcessScheduler(self._arguments(config), preparation)
         except MiniteDiagError:
             raise
         except Exception as error:
@@ -96,6 +101,10 @@ class SglangEngine(Engine):
         layout = build_layout(self.model)
         self._check_installed(layout)
         return self._info(sglang.__version__, layout)
+
+    @property
+    def _tensor_parallel(self) -> bool:
+        return int(self.engine.arguments.tp_size) > 1
 
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         options = self.spec.options
@@ -117,6 +126,7 @@ class SglangEngine(Engine):
             "disable_overlap_schedule": True,
             "disable_cuda_graph": True,
             "disable_radix_cache": True,
+            "tp_size": int(options.get("tp_size", 1)),
             "mem_fraction_static": 0.3,
             "log_level": "warning",
             "random_seed": int(options.get("seed", self.plan.seed)),
@@ -187,11 +197,14 @@ class SglangEngine(Engine):
             dtype=str(self.runner.model_config.dtype).removeprefix("torch."),
             layout=layout,
             evidence=evidence,
+            invisible=dict.fromkeys(SHARDED, REASON) if self._tensor_parallel else {},
             settings=readback.read_settings(scheduler),
         )
 
     def observe(self, recorder: Recorder) -> None:
         """Write the weights as the engine holds them, then hook every module."""
+        if self._tensor_parallel:
+            only_whole_sites(recorder)
         statics.write(self.model, recorder)
         Observer(self.model, self.runner, self._running, recorder).attach()
 
@@ -206,13 +219,12 @@ class SglangEngine(Engine):
 
     def score_chunked(self, sequence: TokenSequence, chunk_tokens: int) -> ScoredTokens:
         """As `score`, with a scheduler that prefills `chunk_tokens` a step."""
-        scheduler = self.engine.scheduler
-        before = scheduler.chunked_prefill_size
-        scheduler.chunked_prefill_size = chunk_tokens
+        before = self.engine.scheduler.chunked_prefill_size
+        self.engine.chunk(chunk_tokens)
         try:
             return self.score(sequence)
         finally:
-            scheduler.chunked_prefill_size = before
+            self.engine.chunk(before)
 
     def sample(self, sequence: TokenSequence, num_tokens: int, seed: int) -> ScoredTokens:
         """Continue the prompt at temperature 1 without truncation."""
@@ -222,9 +234,9 @@ class SglangEngine(Engine):
         self, sequences: Sequence[TokenSequence], num_tokens: int, seed: int
     ) -> list[ScoredTokens]:
         """Requests that are queued together; they share the process's generator."""
-        # A seed of its own for each request exists in SGLang's deterministic mode only, which
+        # A seed for each request exists in SGLang's deterministic mode only, which
         # refuses the CPU's attention backend.
-        torch.manual_seed(seed)
+        self.engine.seed(seed)
         requests = [(s, s.token_ids[: s.prompt_length]) for s in sequences]
         results = self._generate(requests, num_tokens, 1.0, score=False)
         return [_sampled(s, result) for s, result in zip(sequences, results, strict=True)]
@@ -279,8 +291,9 @@ class SglangEngine(Engine):
             )
 
     def close(self) -> None:
-        """Free the model."""
+        """End the other ranks and free the model."""
         if hasattr(self, "engine"):
+            self.engine.close()
             del self.engine, self.runner, self.model
 
 
@@ -313,6 +326,13 @@ def _sampled(sequence: TokenSequence, result: Generated) -> ScoredTokens:
         ((),) * padding + tuple(ids for ids, _ in top),
         ((),) * padding + tuple(values for _, values in top),
     )
+
+
+def _nvfp4_recipe(spec: EngineSpec) -> str | None:
+    if spec.checkpoint_format not in QUANTIZATIONS:
+        return None
+    recipe = spec.options.get("nvfp4_recipe", "auto")
+    return nvfp4.NATIVE_RECIPE if recipe == "auto" else recipe
 
 
 def _label(statuses: set[str]) -> str:

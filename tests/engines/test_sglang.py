@@ -28,6 +28,7 @@ from minite_diag.engines.sglang_plugin.hooks import Running, batch_rows
 from minite_diag.environments import engine_python
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
 from minite_diag.plan import EngineSpec
+from minite_diag.site import matches
 from minite_kernels.nvfp4.quantize import quantize
 from tests.engines.conftest import PROBES, SAMPLE_TOKENS, TIMEOUT_S, VOCAB_SIZE, Run, make_job
 from tests.engines.test_vllm import (
@@ -99,8 +100,9 @@ def runs(models, refits, tmp_path_factory):
             checkpoint, names = refits[kind]
             return make_job(checkpoint.path, root / name, "bfloat16", "nvfp4-modelopt", names)
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-        chunked = {"chunked_prefill_size": 16} if name.endswith("chunked") else {}
-        return make_job(models[kind, dtype], root / name, dtype, precision, **chunked)
+        options = {"chunked": {"chunked_prefill_size": 16}, "tp2": {"tp_size": 2}}
+        chosen = options.get(name.split("-")[-1], {})
+        return make_job(models[kind, dtype], root / name, dtype, precision, **chosen)
 
     def run(name):
         if name not in cache:
@@ -128,6 +130,36 @@ def test_hooks_change_no_logprob(runs, name):
     results = runs(name).results
     assert results["hooked"] == results["bare"]
     assert results["after_errors"] == results["bare"][0]
+
+
+def test_two_ranks_score_and_sample_as_one(runs):
+    """Each rank draws its own tokens: they are equal only with equal generators."""
+    one, two = runs("moe-fp32"), runs("moe-fp32-tp2")
+    assert two.results["settings"]["tensor_parallel"] == "2"
+    assert two.results["hooked"] == two.results["bare"]
+    for a, b in zip(one.results["hooked"], two.results["hooked"], strict=True):
+        gap = np.subtract(a["logprobs"][1:], b["logprobs"][1:])
+        assert 0.0 < np.abs(gap).max() < 1e-4
+    for sampled, rescored in zip(two.results["sampled"], two.results["rescored"], strict=True):
+        length = sampled["sequence"]["prompt_length"]
+        gap = np.subtract(sampled["logprobs"][length:], rescored["logprobs"][length:])
+        assert np.abs(gap).max() < 1e-4
+
+
+def test_two_ranks_show_what_a_rank_holds_whole(runs):
+    run = runs("moe-fp32-tp2")
+    assert run.results["silent"] == []
+    key = SequenceKey("score", "", "p0")
+    found = {(site.fqn, site.kind) for site in run.sites[key]}
+    hidden = {
+        (fqn, kind)
+        for fqn, kind in expected_sites("moe-fp32")
+        if any(matches(fqn, kind, [glob]) for glob in run.results["invisible"])
+    }
+    assert hidden
+    assert found == expected_sites("moe-fp32") - hidden
+    gap = run.scored("lm_head", "logits")[0] - runs("moe-fp32").scored("lm_head", "logits")[0]
+    assert gap.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama-fp32", "moe-fp32"])

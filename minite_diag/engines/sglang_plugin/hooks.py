@@ -73,6 +73,7 @@ class Observer:
         self.model, self.runner, self.running, self.recorder = model, runner, running, recorder
         self._rows: list[tuple[Row, Running]] = []
         self._head_rows: list[int] = []
+        self._shard: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attach(self) -> None:
         """Hook the model; every site is promised to the recorder unless routing decides it."""
@@ -230,9 +231,30 @@ class Observer:
             rows, kept = self._take_head_rows(len(hidden))
             hidden = self._pass_rows("input", hidden, rows, kept, hidden.shape[-1])
             logits = multiply(hidden, lm_head, *args, **kwargs)
+            if module.do_tensor_parallel_all_gather:
+                self._shard = (rows, kept)
+                return cast("torch.Tensor", logits)
             return self._pass_rows("logits", logits, rows, kept, module.vocab_size)
 
         module._get_pruned_states, module._compute_lm_head = pruned, head
+        if module.do_tensor_parallel_all_gather:
+            self._attach_gathered_head(module)
+
+    def _attach_gathered_head(self, module: Any) -> None:
+        """The logits of all ranks: one rank's product is a slice of the vocabulary."""
+        gather = module._get_logits
+
+        def gathered(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._shard = None
+            logits: torch.Tensor = gather(hidden, *args, **kwargs)
+            if self._shard is not None:
+                # SGLang stores FP32; the bits are those of the model's dtype.
+                shown = logits[:, : module.vocab_size].to(hidden.dtype)
+                rows, kept = self._shard
+                self.recorder.tensor("lm_head", "logits", shown[kept], rows[kept])
+            return logits
+
+        module._get_logits = gathered
 
     def _take_head_rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the call that the next `count` rows of lm_head are, int64 [R]; which ones count.

@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 
+from minite_diag.engines.sglang_plugin.tensor_parallel import (
+    Preparation,
+    bind_cores,
+    start_followers,
+    start_scheduler,
+)
 from minite_diag.errors import EngineError
 
 TopK = tuple[tuple[int, ...], tuple[float, ...]]
@@ -81,20 +87,26 @@ def _top(ids: Any, values: Any, number: int) -> list[TopK]:
 
 
 class InProcessScheduler:
-    """One SGLang scheduler with its model, tensor-parallel rank 0 of 1."""
+    """One SGLang scheduler with its model, tensor-parallel rank 0; the others are processes."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        from sglang.srt.managers.scheduler import Scheduler
+    def __init__(self, arguments: dict[str, Any], preparation: Preparation) -> None:
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
+        if arguments["tp_size"] > 1:
+            bind_cores(arguments["tp_size"])
         self.arguments = ServerArgs(**arguments)
         ports = PortArgs.init_new(self.arguments)
-        rank = spawn_world_rank(self.arguments, tp_rank=0, pp_rank=0)
-        publish(self.arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
-        self.scheduler: Any = Scheduler(self.arguments, ports)
+        self._followers = start_followers(self.arguments, ports, preparation)
+        self._queued: list[Any] = []
+        try:
+            self.scheduler: Any = start_scheduler(self.arguments, ports, 0)
+        except BaseException:
+            self.close()
+            raise
+        # These ride the broadcast to the other ranks, as what arrives at the socket does.
+        self.scheduler._poll_timeout_aborts = self._take_queued
         self.outputs = _Outputs()
         self.scheduler.output_streamer.send_to_detokenizer = self.outputs
 
@@ -103,42 +115,85 @@ class InProcessScheduler:
         """SGLang's ModelRunner."""
         return self.scheduler.tp_worker.model_runner
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator that SGLang samples with."""
+        self._call("minite_seed", seed=seed)
+
+    def chunk(self, tokens: int | None) -> None:
+        """Bound the tokens of a prefill step from now on; None for no bound."""
+        self._call("minite_chunk", tokens=tokens)
+
+    def _call(self, method: str, **parameters: int | None) -> None:
+        """Call a method of the scheduler in every rank."""
+        from sglang.srt.managers.io_struct import RpcReqInput
+
+        if not self._followers:
+            getattr(self.scheduler, method)(*parameters.values())
+            return
+        self._queued.append(RpcReqInput(method=method, parameters=dict(parameters)))
+        self._run_steps()
+
     def run(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Queue requests together and step until all are finished; results in their order.
 
         Raises EngineError where a request was aborted or a log-probability is NaN.
         """
         self.outputs.results.clear()
-        try:
-            with torch.no_grad():
-                self.scheduler.process_input_requests([_tokenized(request) for request in requests])
-                self._drain()
-        except BaseException:
-            self._empty()
-            raise
+        self._queued += [_tokenized(request) for request in requests]
+        self._run_steps()
         found = [self.outputs.results.get(request.id, Generated()) for request in requests]
         for request, result in zip(requests, found, strict=True):
             _check(request, result)
         return found
 
-    def _drain(self) -> None:
+    def _take_queued(self) -> list[Any]:
+        taken, self._queued = self._queued, []
+        return taken
+
+    def _run_steps(self) -> None:
+        dead = [process for process in self._followers if not process.is_alive()]
+        if dead:
+            raise EngineError(
+                f"rank {1 + self._followers.index(dead[0])} of sglang has died "
+                f"(exit {dead[0].exitcode})",
+                "see the engine's log",
+            )
+        try:
+            with torch.no_grad():
+                self._step_until_idle()
+        except BaseException:
+            self._empty()
+            raise
+
+    def _step_until_idle(self) -> None:
+        """As SGLang's event_loop_normal, which waits for ever."""
         scheduler = self.scheduler
         while True:
+            scheduler.ingest_requests()
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
             )
             scheduler.running_batch = plan.running_batch
             batch = plan.batch_to_run
+            if batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
             scheduler.last_batch = batch
             if not batch:
                 return
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+
+    def close(self) -> None:
+        """End the other ranks."""
+        for process in self._followers:
+            process.kill()
+            process.join()
 
     def _empty(self) -> None:
-        """Drop every request and every cached token."""
+        """Drop every request and every cached token; other ranks would be left in a step: end."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+        self.close()
         scheduler = self.scheduler
+        self._queued.clear()
         scheduler.waiting_queue.clear()
         scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         scheduler.last_batch = scheduler.chunked_req = None

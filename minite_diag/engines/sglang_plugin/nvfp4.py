@@ -34,8 +34,8 @@ ALIGNED_RECIPES: Final = ("pow2-row-scaled", "te-row-scaled")
 KNOWN_VERSIONS: Final = ("0.5.23",)
 
 MODULE: Final = "sglang.srt.layers.quantization.modelopt_quant"
-NO_KERNEL: Final = ("require SM100", "does not support NVFP4")
-"""What SGLang's own errors say where it would need a GPU's kernel."""
+NO_KERNEL: Final = ("require SM100", "does not support NVFP4", "required padding")
+"""What SGLang's own errors say where it needs a GPU's kernel, or that kernel's weight layout."""
 
 COMBINE_IN_SLOT_ORDER = False
 """Set by the alignment `experts`: add the slots one by one in FP32."""
@@ -95,7 +95,7 @@ def register(recipe_name: str) -> Recipe:
 
     def prepare_experts(native: Any, method: Any, layer: Any) -> None:
         kept = {f: getattr(layer, f"{f}_weight_scale").data.clone() for f in ("w13", "w2")}
-        native(method, layer)
+        _without_gpu_layout(native, method, layer)
         layer.minite_recipe = recipe
         layer.minite_experts = _prepared_experts(method, layer, kept, recipe)
 
@@ -112,7 +112,7 @@ def _without_gpu_layout(native: Any, method: Any, layer: Any) -> None:
     """SGLang's fusion of scales, up to where it needs a GPU's weight layout."""
     try:
         native(method, layer)
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
         if not any(words in str(error) for words in NO_KERNEL):
             raise
 
