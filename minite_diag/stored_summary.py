@@ -14,7 +14,12 @@ from typing import Any, Final
 from minite_diag import __version__
 
 SUMMARY_FILE: Final = "summary.json"
-_MADE_BY: Final = ("summary.py", "logprobs.py", "attribute/first_divergence.py")
+_MADE_BY: Final = (
+    "summary.py",
+    "logprobs.py",
+    "attribute/first_divergence.py",
+    "attribute/fixes.py",
+)
 """Our own files whose change makes another summary of the same run."""
 _MADE_FROM: Final = ("plan.json", "comparison.parquet", "logprobs.parquet", "attribution.json")
 

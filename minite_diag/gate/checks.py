@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from minite_diag.gate.evidence import SiteValues, Tokens, floor_of
+from minite_diag.gate.evidence import Floors, SiteValues, Tokens, floor_of
 from minite_diag.gate.limits import METRICS, Limit
 from minite_diag.gate.statistics import (
     MIN_SEQUENCES,
@@ -42,11 +42,16 @@ _QUANTILES: Final = {"median_abs": 0.5, "p99_abs": 0.99, "trimmed_abs": TRIM}
 Estimate = dict[str, Any]
 
 
-def token_check(limit: Limit, tokens: Tokens, floor: Mapping[str, Any] | None) -> Estimate:
+def token_check(limit: Limit, tokens: Tokens, floors: Floors) -> Estimate:
     """Judge one metric of tokens."""
-    found = {"tokens": len(tokens), "sequences": len(tokens.names)}
+    found: Estimate = {"tokens": len(tokens), "sequences": len(tokens.names)}
     found |= estimate_tokens(limit.metric, tokens)
-    return found | _judge(limit, found, floor_of(limit.metric, floor), floor)
+    found |= _judge(limit, found, floor_of(limit.metric, floors.repeat), floors.repeat)
+    beyond = floor_of(limit.metric, floors.any_leg)
+    if found["verdict"] == "pass" and beyond > max(limit.value, found["estimate"]):
+        assert floors.any_leg is not None
+        found |= {"verdict": "inconclusive", "reason": _depends(beyond, floors.any_leg)}
+    return found
 
 
 def estimate_tokens(metric: str, tokens: Tokens) -> Estimate:
@@ -146,6 +151,13 @@ def _below_floor(floor: float, leg: Mapping[str, Any] | None) -> str:
     return (
         f"below the noise floor {floor:.3g}: {leg['engine']} differs as much from itself "
         f"({leg['leg']})"
+    )
+
+
+def _depends(size: float, leg: Mapping[str, Any]) -> str:
+    return (
+        f"holds for this batch only: {leg['engine']} differs from itself by {size:.3g} "
+        f"({leg['leg']}), more than the limit"
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from minite_diag.attribute.effects import SAME_CONDITIONS
 from minite_diag.errors import UsageError
 from minite_diag.gate.columns import Bools, Labels, booleans, floats, integers
 from minite_diag.gate.limits import suggestion
@@ -177,27 +178,46 @@ def _near_site(glob: str, names: list[str], kinds: list[str]) -> str:
     return f"a module of the run is {next(iter(names), '-')!r}"
 
 
-def noise_floor(legs: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The worst measured leg of the engines of a pair; None if no leg was run.
+@dataclass(frozen=True)
+class Floors:
+    """What the engines of a pair differ from themselves: a leg each, None where none was run.
 
-    A leg is an engine against itself: `mean_abs` is its number, `leg` and `engine` say which.
+    `repeat` is the worst leg under the same conditions: noise. `any_leg` is the worst of all, other
+    batches and chunks among them: what production does to the numbers.
     """
-    measured = [leg for leg in legs if leg["status"] == "measured"]
-    if not measured:
-        return None
-    worst = max(measured, key=lambda leg: float(leg["mean_abs"]))
-    return {key: worst[key] for key in ("engine", "leg", "mean_abs", "max_abs")}
+
+    repeat: Mapping[str, Any] | None = None
+    any_leg: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, legs: Iterable[Mapping[str, Any]]) -> Floors:
+        """The worst of the measured legs."""
+        measured = [leg for leg in legs if leg["status"] == "measured"]
+        same = [leg for leg in measured if leg["leg"] in SAME_CONDITIONS]
+        return cls(_worst(same), _worst(measured))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        keys = ("engine", "leg", "mean_abs", "max_abs")
+        return {
+            name: leg and {key: leg[key] for key in keys}
+            for name, leg in (("repeat", self.repeat), ("any_leg", self.any_leg))
+        }
 
 
-def floor_of(metric: str, floor: Mapping[str, Any] | None) -> float:
-    """The noise floor in units of a token metric.
+def _worst(legs: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return max(legs, key=lambda leg: float(leg["mean_abs"]), default=None)
+
+
+def floor_of(metric: str, leg: Mapping[str, Any] | None) -> float:
+    """What a leg comes to in units of a token metric; 0 without one.
 
     Legs keep mean_abs and max_abs; KL and mult_prob_error follow from mean_abs for a normal r,
     with sigma = mean_abs sqrt(pi / 2).
     """
-    if floor is None or not floor["mean_abs"]:
+    if leg is None or not leg["mean_abs"]:
         return 0.0
-    mean_abs = float(floor["mean_abs"])
+    mean_abs = float(leg["mean_abs"])
     sigma = mean_abs * math.sqrt(math.pi / 2)
     if metric == "k3_kl":
         return sigma * sigma / 2
@@ -205,5 +225,5 @@ def floor_of(metric: str, floor: Mapping[str, Any] | None) -> float:
         # E exp|z sigma| of a standard normal z
         return math.exp(sigma * sigma / 2) * (1 + math.erf(sigma / math.sqrt(2)))
     if metric in ("max_abs", "p99_abs"):
-        return float(floor["max_abs"])
+        return float(leg["max_abs"])
     return mean_abs

@@ -35,10 +35,10 @@ from minite_diag.gate.baseline import (
 )
 from minite_diag.gate.checks import describe_tokens, site_check, token_check
 from minite_diag.gate.evidence import (
+    Floors,
     SiteTable,
     Tokens,
     TokenTable,
-    noise_floor,
 )
 from minite_diag.gate.limits import METRICS, Limit, get_profile, with_limits
 from minite_diag.gate.waivers import Waiver
@@ -108,8 +108,8 @@ def _judge_pairs(run: Path, summary: Json, limits: Sequence[Limit]) -> list[_Jud
     for pair in summary["pairs"]:
         ends = (pair["learner"]["id"], pair["sampler"]["id"])
         found = table.select(ends)
-        floor = noise_floor((pair["live"] or {}).get("legs", []))
-        checks = [c for limit in limits if not limit.site for c in _tokens(limit, found, floor)]
+        floors = Floors.of((pair["live"] or {}).get("legs", []))
+        checks = [c for limit in limits if not limit.site for c in _tokens(limit, found, floors)]
         checks += [
             {"mode": "", **site_check(limit, sites.select(ends, limit.metric, limit.site))}
             | _asked(limit)
@@ -118,7 +118,8 @@ def _judge_pairs(run: Path, summary: Json, limits: Sequence[Limit]) -> list[_Jud
         ]
         place = {"learner": ends[0], "sampler": ends[1]}
         statistics = [
-            {**place, **describe_tokens(tokens), "noise_floor": floor} for tokens in found.values()
+            {**place, **describe_tokens(tokens), "noise_floor": floors.as_dict()}
+            for tokens in found.values()
         ]
         mode = "sample" if "sample" in found else "score"
         complete = [{**_EMPTY, **place, **check} for check in checks]
@@ -149,7 +150,7 @@ def _asked(limit: Limit) -> Json:
     }
 
 
-def _tokens(limit: Limit, found: dict[str, Tokens], floor: Json | None) -> list[Json]:
+def _tokens(limit: Limit, found: dict[str, Tokens], floors: Floors) -> list[Json]:
     """Sampled tokens are what RL sees; without them the scored ones; for equality both."""
     metric = METRICS[limit.metric]
     modes = [mode for mode in ("sample", "score") if mode in found]
@@ -164,7 +165,7 @@ def _tokens(limit: Limit, found: dict[str, Tokens], floor: Json | None) -> list[
         reason = "no token has both log-probabilities"
         return [{"mode": "", **_asked(limit), "verdict": "inconclusive", "reason": reason}]
     return [
-        {"mode": mode, **_asked(limit), **token_check(limit, found[mode], floor)} for mode in modes
+        {"mode": mode, **_asked(limit), **token_check(limit, found[mode], floors)} for mode in modes
     ]
 
 

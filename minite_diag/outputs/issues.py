@@ -106,8 +106,9 @@ def _causes(summary: dict[str, Any], waived: set[str]) -> list[Issue]:
         Issue(
             cause["code"],
             cause["title"],
-            "note" if cause["strength"] == "hint" or cause["code"] in waived else "warning",
-            f"{cause['text']} ({cause['strength']}; rests on {cause['basis']} arithmetic)",
+            _level(cause, waived),
+            f"{cause['text']}{words.worth(cause)} "
+            f"({cause['strength']}; rests on {cause['basis']} arithmetic)",
             cause["where"],
             pair["learner"]["id"],
             pair["sampler"]["id"],
@@ -115,4 +116,20 @@ def _causes(summary: dict[str, Any], waived: set[str]) -> list[Issue]:
         )
         for pair in summary["pairs"]
         for cause in pair["causes"] or []
+    ]
+
+
+def _level(cause: dict[str, Any], waived: set[str]) -> str:
+    """A hint, what is within the engines' noise, and what is waived, are notes."""
+    weak = cause["strength"] == "hint" or cause.get("below_noise") or cause["code"] in waived
+    return "note" if weak else "warning"
+
+
+def fix_lines(cause: dict[str, Any], run: str) -> list[str]:
+    """What to type against a cause in this run's engines, as plain text."""
+    return [
+        f"{fix['engine']} {fix['versions']}".strip().removeprefix("any")
+        + f"{': ' if fix['engine'] != 'any' else ''}{fix['line'].replace('RUN', run)}"
+        + (f" ({fix['note']})" if fix["note"] else "")
+        for fix in cause.get("fixes") or []
     ]

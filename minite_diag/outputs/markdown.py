@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from minite_diag.attribute.causes import page
+from minite_diag.outputs.issues import fix_lines
 from minite_diag.report import words
 
 MAX_CAUSES: Final = 10
@@ -25,7 +26,7 @@ def to_markdown(summary: dict[str, Any]) -> str:
     if gate:
         lines += _checks(gate)
     for pair in summary["pairs"]:
-        lines += _pair(pair)
+        lines += _pair(pair, summary["run"])
     if gate and gate["notes"]:
         lines += ["### Notes", "", *(f"- {plain(note)}" for note in gate["notes"]), ""]
     return "\n".join([*lines, f"Next: `{_code(summary['next'])}`"]) + "\n"
@@ -94,14 +95,22 @@ def _checks(gate: dict[str, Any]) -> list[str]:
     return [f"### Gate, profile {plain(gate['profile'])}", "", *table(heading, rows)]
 
 
-def _pair(pair: dict[str, Any]) -> list[str]:
+def _pair(pair: dict[str, Any], run: str) -> list[str]:
     names = [pair[role]["label"] or pair[role]["id"] for role in ("learner", "sampler")]
     lines = [f"### {plain(f'{names[0]} vs {names[1]}')}", "", f"- gap: {plain(words.gap(pair))}"]
     lines += [f"- first split: {plain(words.divergence(pair))}", ""]
     for cause in (pair["causes"] or [])[:MAX_CAUSES]:
-        summary = f"<b>{cause['code']}</b> {tag_free(cause['text'])}"
-        lines += ["<details>", f"<summary>{summary}</summary>", "", _page(cause["code"])]
-        lines += ["", "</details>", ""]
+        title = f"<b>{cause['code']}</b> {tag_free(cause['text'] + words.worth(cause))}"
+        lines += ["<details>", f"<summary>{title}</summary>", ""]
+        fixes = fix_lines(cause, run)
+        if fixes:
+            lines += [
+                "For the engines of this run:",
+                "",
+                *(f"- `{_code(fix)}`" for fix in fixes),
+                "",
+            ]
+        lines += [_page(cause["code"]), "", "</details>", ""]
     return lines
 
 

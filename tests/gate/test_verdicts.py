@@ -111,20 +111,35 @@ def test_the_tail_index_of_equal_tokens() -> None:
 
 
 def test_nothing_fails_below_the_noise_floor(run: Path) -> None:
-    """The engine differs from itself by 0.2: a gap of 0.16 is not the other engine's fault."""
+    """The engine repeats itself within 0.2: a gap of 0.16 is not the other engine's fault."""
     values = rounding(0.2, 24, 60)
-    assert judge(write_run(run / "quiet", values, legs=[leg(0.0)]))["verdict"] == "fail"
-    noisy = judge(write_run(run / "noisy", values, legs=[leg(0.0, "repeat"), leg(0.2)]))
+    quiet = [leg(0.0, "repeat"), leg(0.0)]
+    assert judge(write_run(run / "quiet", values, legs=quiet))["verdict"] == "fail"
+    noisy = judge(write_run(run / "noisy", values, legs=[leg(0.2, "repeat"), leg(0.0)]))
     assert noisy["verdict"] == "inconclusive"
     reason = check(noisy, "mean_abs")["reason"]
     assert "below the noise floor 0.2" in reason
-    assert "batch-4" in reason
+    assert "repeat" in reason
+
+
+def test_an_engine_that_depends_on_its_batch_is_no_excuse_for_a_gap(run: Path) -> None:
+    """Other batches are another condition: the gap under this one is measured, and fails."""
+    gate = judge(write_run(run, rounding(0.2, 24, 60), legs=[leg(0.0, "repeat"), leg(0.3)]))
+    assert gate["verdict"] == "fail"
+
+
+def test_no_limit_is_passed_below_what_other_batches_change(run: Path) -> None:
+    written = write_run(run, rounding(0.02, 24, 60), legs=[leg(0.0, "repeat"), leg(0.3)])
+    gate = judge(written)
+    assert gate["verdict"] == "inconclusive"
+    assert "holds for this batch only" in check(gate, "mean_abs")["reason"]
+    assert judge(write_run(run, rounding(0.02, 24, 60), legs=[leg(0.001)]))["verdict"] == "pass"
 
 
 def test_a_gap_that_may_be_noise_is_not_called_one(run: Path) -> None:
     """The estimate is above the floor, its lower bound is not."""
     values = rounding(0.2, 12, 20)
-    gate = judge(write_run(run, values, legs=[leg(0.15)]))
+    gate = judge(write_run(run, values, legs=[leg(0.15, "observer")]))
     found = check(gate, "mean_abs")
     assert found["low"] < 0.15 < found["estimate"]
     assert found["verdict"] == "inconclusive"
@@ -139,8 +154,15 @@ def test_a_gap_above_the_noise_fails(run: Path) -> None:
 def test_the_noise_floor_of_bitwise(run: Path) -> None:
     values = [np.full(10, 1e-4)] * 4
     assert judge(write_run(run / "a", values), "bitwise")["verdict"] == "fail"
-    noisy = judge(write_run(run / "b", values, legs=[leg(1e-3)]), "bitwise")
+    noisy = judge(write_run(run / "b", values, legs=[leg(1e-3, "repeat")]), "bitwise")
     assert noisy["verdict"] == "inconclusive"
+
+
+def test_bitwise_at_one_batch_size_is_not_bitwise(run: Path) -> None:
+    equal = [np.zeros(10)] * 4
+    assert judge(write_run(run / "a", equal, legs=[leg(0.0)]), "bitwise")["verdict"] == "pass"
+    gate = judge(write_run(run / "b", equal, legs=[leg(1e-3)]), "bitwise")
+    assert gate["verdict"] == "inconclusive"
 
 
 def test_bitwise_needs_every_token_and_no_interval(run: Path) -> None:
