@@ -18,10 +18,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Labels:
-    """A column of few distinct strings: `codes` int32 [rows] into `names`; null is ""."""
+    """A dictionary column of strings: `codes` int32 [rows] into `names`; null is ""."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
-        encoded = _whole(column).dictionary_encode()
+        encoded = _whole(column.unify_dictionaries())
         self.names: list[str] = encoded.dictionary.to_pylist()
         self.codes = _values(encoded.indices, np.dtype(np.int32)).copy()
         missing = ~_valid(encoded.indices)

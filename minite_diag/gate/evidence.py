@@ -26,9 +26,10 @@ from minite_diag.site import KINDS
 from minite_diag.trace.schema import COMPARISON, LOGPROBS, read_table
 
 Pair = tuple[str, str]
+_TOKEN_LABELS: Final = ("baseline", "target", "mode", "source", "probe")
 _TOKEN_COLUMNS: Final = [
-    *("baseline", "target", "mode", "source", "probe", "position", "token_id", "generated"),
-    *("baseline_logprob", "target_logprob"),
+    *_TOKEN_LABELS,
+    *("position", "token_id", "generated", "baseline_logprob", "target_logprob"),
 ]
 
 
@@ -51,9 +52,10 @@ class TokenTable:
     """The columns of `logprobs.parquet` that the gate needs."""
 
     def __init__(self, run: Path) -> None:
-        table = read_table(run / "logprobs.parquet", LOGPROBS, columns=_TOKEN_COLUMNS)
-        labels = ("baseline", "target", "mode", "source", "probe")
-        self._labels = {name: Labels(table[name]) for name in labels}
+        table = read_table(
+            run / "logprobs.parquet", LOGPROBS, columns=_TOKEN_COLUMNS, dictionary=_TOKEN_LABELS
+        )
+        self._labels = {name: Labels(table[name]) for name in _TOKEN_LABELS}
         self._generated = booleans(table["generated"])
         self._position = integers(table["position"])
         self._token_id = integers(table["token_id"])
@@ -112,7 +114,7 @@ class SiteTable:
         if self._labels:
             return
         keys = ["baseline", "target", "probe", "fqn", "kind", "status"]
-        table = read_table(self._file, COMPARISON, columns=[*keys, *self._metrics])
+        table = read_table(self._file, COMPARISON, columns=[*keys, *self._metrics], dictionary=keys)
         self._labels = {key: Labels(table[key]) for key in keys}
         self._values = {name: floats(table[name]) for name in self._metrics}
 
@@ -150,7 +152,8 @@ def check_site_globs(run: Path, plan: Plan) -> None:
     globs = [glob for glob in plan.capture.sites if glob not in ("*", "*:*")]
     if not globs or ("score" not in plan.modes and not plan.capture.sample_tensors):
         return
-    table = read_table(run / "comparison.parquet", COMPARISON, columns=["fqn", "kind"])
+    keys = ["fqn", "kind"]
+    table = read_table(run / "comparison.parquet", COMPARISON, columns=keys, dictionary=keys)
     fqn, kind = Labels(table["fqn"]), Labels(table["kind"])
     for glob in globs:
         fqn_glob, colon, kind_glob = glob.partition(":")

@@ -6,6 +6,7 @@ in its metadata, and a reader refuses another version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -205,12 +206,17 @@ class TableWriter:
             self._partial.unlink(missing_ok=True)
 
 
-def read_table(file: Path, schema: pa.Schema, **options: Any) -> pa.Table:
-    """Read a table; raises TraceError if it is missing, damaged or of another version."""
+def read_table(
+    file: Path, schema: pa.Schema, *, dictionary: Sequence[str] = (), **options: Any
+) -> pa.Table:
+    """Read a table; raises TraceError if it is missing, damaged or of another version.
+
+    The columns in `dictionary` stay dictionary-encoded, as they are stored.
+    """
     name = schema.metadata[b"table"].decode()
     try:
         # Not pq.read_table: that imports pandas, half a second.
-        with pq.ParquetFile(file) as stored:
+        with pq.ParquetFile(file, read_dictionary=list(dictionary)) as stored:
             table = stored.read(**options)
     except (OSError, pa.ArrowInvalid) as error:
         raise TraceError(
