@@ -14,6 +14,7 @@ import numpy as np
 from minite_diag.gate.evidence import Floors, SiteValues, Tokens, floor_of
 from minite_diag.gate.limits import METRICS, Limit
 from minite_diag.gate.statistics import (
+    HEAVY_TAIL,
     MIN_SEQUENCES,
     TAIL_LIMIT,
     TRIM,
@@ -213,7 +214,8 @@ def _tail_text(size: Floats, k3: Floats, index: float | None) -> str:
         return f"outliers, not rounding: 95 % of the tokens are equal, {largest}"
     if index > TAIL_LIMIT:
         return f"outliers, not rounding: KL is {index:.3g} times sigma^2/2, {largest}"
-    return f"rounding-like: KL is {index:.2g} times sigma^2/2"
+    name = "heavier tails than rounding" if index > HEAVY_TAIL else "rounding-like"
+    return f"{name}: KL is {index:.2g} times sigma^2/2"
 
 
 def _outliers(tokens: Tokens, size: Floats) -> list[dict[str, Any]]:

@@ -21,8 +21,9 @@ MIN_SEQUENCES: Final = 4
 TRIM: Final = 0.95
 HALF_NORMAL_TRIMMED: Final = 0.7168
 """Mean of |z| below its own 95th percentile, z standard normal: sqrt(2/pi)(1-exp(-q^2/2))/0.95."""
+HEAVY_TAIL: Final = 3.0
 TAIL_LIMIT: Final = 10.0
-"""KL so many times sigma^2/2 is outliers: a Laplace distribution gives 1.4, Student t(4) about 3."""
+"""KL so many times sigma^2/2 is outliers: a Laplace distribution gives 1.4, Student t(3) about 2."""
 
 _ROUNDING: Final = 1e-12
 """Relative standard error of sequences that are equal but for the rounding of their sums."""

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,18 @@ def test_one_outlier_cannot_be_called_a_pass(run: Path) -> None:
 def test_the_tail_index_of_a_normal_is_one(scale: float, low: float, high: float) -> None:
     r = np.random.default_rng(1).normal(-scale * scale / 2, scale, 200_000)
     assert low < tail_index(r) < high
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"),
+    [
+        (lambda g: g.laplace(0, 0.02, 500_000), 1.4),
+        (lambda g: 0.02 * g.standard_t(3, 500_000), 2.0),
+    ],
+)
+def test_the_tail_index_of_heavier_tails(draw: Any, expected: float) -> None:
+    """The figures that docs/metrics.md gives."""
+    assert tail_index(draw(np.random.default_rng(0))) == pytest.approx(expected, rel=0.25)
 
 
 def test_the_tail_index_of_equal_tokens() -> None:
