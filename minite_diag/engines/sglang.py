@@ -60,6 +60,7 @@ OPTIONS: Final = {
     "attention_backend": "SGLang's attention backend; default torch_native",
     "tp_size": "tensor-parallel ranks, each a process on this machine; default 1",
     "seed": "overrides the plan's seed",
+    "production": "true: radix cache and chunked prefill as a server has them; no hooks",
 }
 
 NVFP4_RECIPES: Final = ("auto", *nvfp4.MODELLED_RECIPES, *nvfp4.ALIGNED_RECIPES)
@@ -75,6 +76,7 @@ class SglangEngine(Engine):
     """SGLang, in-process; score by input logprobs, sample by its own sampler."""
 
     name: ClassVar[str] = "sglang"
+    production_options: ClassVar[dict[str, str]] = {"production": "true"}
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` through SGLang's loader and read back what it installed."""
@@ -82,6 +84,7 @@ class SglangEngine(Engine):
         self.plan, self.spec = plan, spec
         self._running: dict[str, Running] = {}
         self._count = 0
+        self.in_production = spec.options.get("production", "false") == "true"
         sglang = _import_sglang()
         config = _read_config(Path(spec.checkpoint))
         _check_architecture(config)
@@ -131,6 +134,9 @@ class SglangEngine(Engine):
             "log_level": "warning",
             "random_seed": int(options.get("seed", self.plan.seed)),
         }
+        if self.in_production:
+            for name in ("disable_radix_cache", "chunked_prefill_size", "max_prefill_tokens"):
+                del arguments[name]
         if self.spec.checkpoint_format in QUANTIZATIONS:
             arguments["quantization"] = "modelopt_fp4"
             if any(config.get(key) for key in ("num_experts", "num_local_experts")):
@@ -203,6 +209,11 @@ class SglangEngine(Engine):
 
     def observe(self, recorder: Recorder) -> None:
         """Write the weights as the engine holds them, then hook every module."""
+        if self.in_production:
+            raise EngineError(
+                "sglang in production settings reuses cached prefixes: they can't be observed",
+                "leave the option production out",
+            )
         if self._tensor_parallel:
             only_whole_sites(recorder)
         statics.write(self.model, recorder)
