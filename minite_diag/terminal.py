@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from minite_diag.errors import MiniteDiagError
+from minite_diag.report.words import visible
 
 COLORS: Final = ("auto", "always", "never")
 _VARIABLES: Final = {"NO_COLOR": "never", "FORCE_COLOR": "always"}
@@ -190,7 +191,8 @@ def shows_progress() -> bool:
 
 def print_line(out: Console, text: str, style: str = "") -> None:
     """One line that is never wrapped: a path or command broken over two lines can't be copied."""
-    out.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    shown = "\n".join(map(visible, text.split("\n")))
+    out.print(shown, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def say(text: str) -> None:

@@ -95,6 +95,16 @@ def test_quiet_prints_data_and_errors_only(stored: Path) -> None:
     assert "\nnext:" in done.stderr
 
 
+def test_no_progress_leaves_the_result(stored: Path, tmp_path: Path) -> None:
+    command = ("gate", str(stored), "-o", str(tmp_path / "a.md"))
+    assert "wrote " in minite(*command).stderr
+    for arguments in ((*command, "--no-progress"), ("--no-progress", *command)):
+        done = minite(*arguments)
+        assert "wrote " not in done.stderr
+        assert done.stderr.startswith("fail")
+    assert "wrote " not in minite(*command, MINITE_DIAG_NO_PROGRESS="1").stderr
+
+
 def on_a_terminal(*arguments: str, **environment: str) -> str:
     """What a command prints where stderr is a terminal."""
     parent, child = pty.openpty()
@@ -146,6 +156,19 @@ def test_a_closed_pipe_is_silent(stored: Path) -> None:
     assert done.stdout == "{"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07\r[red]x[/]\nnext: rm -rf"
+    run = write_run(tmp_path / "run", rounding(0.3, 9, 9), version=hostile, causes=[cause()])
+    for command in (("gate", str(run)), ("report", str(run), "--format", "text")):
+        done = minite(*command)
+        for said in (done.stdout, done.stderr):
+            assert not set(said) & set("\x1b\x07\r")
+            assert not any(line.startswith("next: rm") for line in said.splitlines())
+    assert "\\x1b[2J" in minite("report", str(run), "--format", "text").stdout
+    done = minite("gate", str(tmp_path / hostile))
+    assert "\x1b" not in done.stderr
 
 
 @pytest.mark.parametrize("width", [40, 60, 100])
@@ -263,6 +286,8 @@ def test_a_project_file_holds_settings_and_waivers(tmp_path: Path, stored: Path)
     done = minite("gate", str(stored), cwd=tmp_path)
     assert done.returncode == 1
     assert "expired on 2020-01-01" in done.stderr
+    settings(tmp_path, text.replace("tool.minite-diag.", "").replace("2020", "2099"))
+    assert minite("gate", str(stored), cwd=tmp_path).returncode == 0, "minite.toml comes first"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def _to_text(change: dict[str, Any]) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False)
     for line in _lines(change):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(escape(words.visible(line)), highlight=False, soft_wrap=True)
     return stream.getvalue()
 
 

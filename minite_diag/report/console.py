@@ -25,7 +25,7 @@ STYLES = {"measured": "bold", "pass": "bold green", "fail": "bold red"}
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """Verdict, gap, first divergence, worst sites, what ran, files, next command."""
     style = STYLES.get(summary["verdict"], "bold yellow")
-    console.print(f"[{style}]{escape(words.headline(summary))}[/]", highlight=False)
+    console.print(f"[{style}]{_plain(words.headline(summary))}[/]", highlight=False)
     model = summary["model"]
     notes = f" ({'; '.join(model['notes'])})" if model["notes"] else ""
     _line(console, "model", f"{model['name']}, {model['architecture']}, {model['format']}{notes}")
@@ -53,8 +53,8 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
     learner, sampler = pair["learner"], pair["sampler"]
     console.print()
     console.print(
-        f"[bold]{escape(learner['label'] or learner['id'])} vs "
-        f"{escape(sampler['label'] or sampler['id'])}[/]",
+        f"[bold]{_plain(learner['label'] or learner['id'])} vs "
+        f"{_plain(sampler['label'] or sampler['id'])}[/]",
         highlight=False,
     )
     _line(console, "gap", words.gap(pair))
@@ -97,6 +97,11 @@ def _print_pair(pair: dict[str, Any], console: Console) -> None:
         _print_worst(pair["worst"], console)
 
 
+def _plain(text: str) -> str:
+    """Text that is neither markup nor a terminal's escape sequence."""
+    return escape(words.visible(text))
+
+
 def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
     if console.width < NARROW:
         for site in worst:
@@ -113,7 +118,7 @@ def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
         table.add_column(heading, justify="right")
     for site in worst:
         table.add_row(
-            escape(f"{site['site']}:{site['kind']}"),
+            _plain(f"{site['site']}:{site['kind']}"),
             words.number(site["rel_l2"]),
             words.number(site["input_rel_l2"]),
             "-" if site["bitwise_fraction"] is None else f"{site['bitwise_fraction']:.1%}",
@@ -123,15 +128,16 @@ def _print_worst(worst: list[dict[str, Any]], console: Console) -> None:
 
 def _line(console: Console, name: str, text: str, style: str = "") -> None:
     """Name and text; on a narrow terminal the text goes under its name, wrapped at spaces."""
+    text = words.visible(text)
     if console.width < NARROW:
         if name:
-            console.print(f"[dim]{escape(name)}[/]", highlight=False, soft_wrap=True)
+            console.print(f"[dim]{_plain(name)}[/]", highlight=False, soft_wrap=True)
         # Long words are left whole: a path that is broken over two lines can't be copied.
         width = console.width - len(INDENT)
         for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
             console.print(INDENT + line, style=style, highlight=False, markup=False, soft_wrap=True)
         return
-    marked = f"[{style}]{escape(text)}[/]" if style else escape(text)
+    marked = f"[{style}]{_plain(text)}[/]" if style else _plain(text)
     console.print(f"[dim]{name:>11}[/]  {marked}", highlight=False, soft_wrap=True)
 
 
@@ -140,7 +146,7 @@ def print_gate(summary: dict[str, Any], console: Console) -> None:
     gate = summary["gate"]
     style = STYLES.get(gate["verdict"], "bold yellow")
     console.print(
-        f"[{style}]{escape(gate['verdict'])}[/] (profile {escape(gate['profile'])})",
+        f"[{style}]{_plain(gate['verdict'])}[/] (profile {_plain(gate['profile'])})",
         highlight=False,
     )
     shown = {words.check(check) for check in gate["checks"]}
@@ -166,7 +172,7 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
     for heading in ("sample", "score", "closed", "tensors equal", "time x", "memory x"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rung in result["ladder"]:
-        table.add_row(escape(rung["rung"]), *words.rung_cells(rung))
+        table.add_row(_plain(rung["rung"]), *words.rung_cells(rung))
     console.print(table)
     for rung in result["ladder"]:
         for error in rung["error"]:

@@ -8,6 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 
+def visible(text: str) -> str:
+    """Text on one line without control characters: a name may not move a terminal's cursor."""
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
+
+
 def number(value: Any) -> str:
     """A measured number, four significant digits; exact zero is `0`, nothing is a dash."""
     if value is None:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import xmlschema
 from gate_runs import SAMPLER, cause, judge, leg, rounding, site, write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from minite_diag.gate import with_gate
@@ -204,6 +206,34 @@ def test_a_failed_sampler_is_in_every_output(tmp_path: Path) -> None:
     for name in FORMATS:
         assert SAMPLER in render(summary, name), name
         assert "it broke" in render(summary, name), name
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return summary_of(tmp_path_factory.mktemp("base") / "run", "fail")
+
+
+JUNIT = xmlschema.XMLSchema(str(DATA / "junit-4.xsd"))
+SARIF = jsonschema.Draft7Validator(json.loads((DATA / "sarif-2.1.0.json").read_text()))
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60))
+def test_any_name_is_data_in_every_format(base: dict[str, Any], text: str) -> None:
+    summary = json.loads(json.dumps(base))
+    summary["model"]["name"] = text
+    for pair in summary["pairs"]:
+        pair["causes"][0] |= {"where": text, "text": text, "title": text}
+        pair["learner"]["label"] = text
+    for check in summary["gate"]["checks"]:
+        check["worst"] = text
+    JUNIT.validate(render(summary, "junit"))
+    SARIF.validate(json.loads(render(summary, "sarif")))
+    for line in render(summary, "github").rstrip("\n").split("\n"):
+        assert _COMMAND.fullmatch(line) or line.endswith("are left out"), line
+    assert Page(render(summary, "markdown")).tags <= OURS
+    assert json.loads(render(summary, "json"))["model"]["name"] == text
+    assert "\x1b" not in text or "\x1b" not in render(summary, "text")
 
 
 @pytest.mark.parametrize(
