@@ -43,6 +43,8 @@ from minite_diag.trace.schema import COMPARISON, read_table
 
 CHANGE_SCHEMA: Final = 1
 MAX_SITES: Final = 10
+LEGS: Final = "MD50"
+"""How the codes of legs start."""
 _SITE_METRICS: Final = ("rel_l2", "mismatch_rate", "agreement", "bitwise_fraction")
 _OF_ONE_RUN: Final = ("environment *_IDENT", "environment *_BUFFER_NAME")
 """Names that an engine draws anew for each process."""
@@ -174,11 +176,20 @@ def _same_tokens(before: Tokens, after: Tokens) -> bool:
 
 
 def _causes(before: Json, after: Json) -> Json | None:
-    """Causes by what became of them; None where one run was not attributed."""
+    """Causes by what became of them; None where one run was not attributed.
+
+    What only the live half can find (a leg of an engine against itself) is left out where one run
+    has no live half: not looked for is not gone.
+    """
     if before["causes"] is None or after["causes"] is None:
         return None
+    live = before["live"] is not None and after["live"] is not None
     old, new = (
-        {(cause["code"], cause["where"]): cause for cause in pair["causes"]}
+        {
+            (cause["code"], cause["where"]): cause
+            for cause in pair["causes"]
+            if live or not cause["code"].startswith(LEGS)
+        }
         for pair in (before, after)
     )
     return {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import minite
-from gate_runs import cause, rounding, site, write_run
+from gate_runs import cause, leg, rounding, site, write_run
 
 from minite_diag.change import compare_runs
 from minite_diag.outputs.change import FORMATS, render_change
@@ -91,6 +91,16 @@ def test_causes_sites_and_versions(tmp_path: Path) -> None:
     assert {(e["key"], e["before"], e["after"]) for e in change["environment"]} == {
         ("version", "1.0", "2.0")
     }
+
+
+def test_what_was_not_looked_for_is_not_gone(tmp_path: Path) -> None:
+    """Legs are measured by the live half, which one of the runs lacks."""
+    batch = cause("MD503", "sampler-toy")
+    live = write_run(tmp_path / "a", rounding(0.05, 5, 5), legs=[leg(0.1)], causes=[batch])
+    plain = write_run(tmp_path / "b", rounding(0.05, 5, 5))
+    assert compare_runs(live, plain)["pairs"][0]["causes"]["gone"] == []
+    both = write_run(tmp_path / "c", rounding(0.05, 5, 5), legs=[leg(0.0)])
+    assert [c["code"] for c in compare_runs(live, both)["pairs"][0]["causes"]["gone"]] == ["MD503"]
 
 
 def test_runs_of_other_models_are_told(tmp_path: Path) -> None:
