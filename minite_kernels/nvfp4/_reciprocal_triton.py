@@ -20,7 +20,7 @@ _BLOCK = 1024
 def _rcp_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n, other=1.0)
-    tl.store(out_ptr + i, rcp(x, True), mask=i < n)
+    tl.store(out_ptr + i, rcp(x, True, False), mask=i < n)
 
 
 def rcp_approx_device(x: Tensor) -> Tensor:

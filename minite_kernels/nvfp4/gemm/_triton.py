@@ -289,7 +289,8 @@ def _packed_kernel(
     sp = s_ptr + column[:, None] * C + tl.arange(0, C)[None, :]
     acc = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
     if OVERLAP:
-        if (column_tile + 1) * BN <= N:
+        # Many experts' programs would only wait for each other's lines: dense GEMMs alone prefetch.
+        if not GROUPED and (column_tile + 1) * BN <= N:
             line = w_ptr + column_tile * BN * Q + tl.arange(0, BN * Q // 64) * 64
             for _ in range(K // BK):
                 _prefetch(line)

@@ -48,6 +48,18 @@ def _max_magnitude(x, axis: tl.constexpr, NAN_SPREADS: tl.constexpr):
 
 
 @triton.jit
+def _decode_e4m3(s8):
+    """FP32 of E4M3 block scales (never negative), by bits.
+
+    The instruction is not used: ptxas 12.8 may read its operand before the cast to E4M3 has written
+    it (seen in SASS on sm_90 where FP32 x leaves few scales to a thread).
+    """
+    byte = s8.to(tl.uint8, bitcast=True).to(tl.int32)
+    value = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(byte == 0x7F, float("nan"), value)
+
+
+@triton.jit
 def _cast_block_scale(t, RECIPE: tl.constexpr):
     """(s in FP32, whether it is zero, s in E4M3) of the block scale before its cast."""
     FLOOR: tl.constexpr = RECIPE[9]
@@ -59,9 +71,8 @@ def _cast_block_scale(t, RECIPE: tl.constexpr):
         t = tl.where(t < FLOOR, FLOOR, t)
     t = tl.where(t > 448.0, 448.0, t)
     s8 = t.to(tl.float8e4nv)
-    s = t if RECIPE[4] else s8.to(tl.float32)
-    # As bits: compiled as a comparison of FP16 pairs, s == 0 was wrong on an H200 for FP32 x.
-    is_zero = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF) == 0
+    s = t if RECIPE[4] else _decode_e4m3(s8)
+    is_zero = s == 0
     if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
         s = tl.where(is_zero, ZERO_BLOCK, s)
         s8 = s.to(tl.float8e4nv)
@@ -218,7 +229,7 @@ def _store(
     """Store a tile [BM, BK] as packed codes and scales, or as decoded values q*s, padded to 16."""
     blocks = tl.cdiv(K, 16)
     if VALUES:
-        value = code * tl.expand_dims(s8.to(tl.float32), -1)
+        value = code * tl.expand_dims(_decode_e4m3(s8), -1)
         value = tl.reshape(value, (BM, BK)).to(q_ptr.dtype.element_ty)
         k = column + tl.arange(0, BK)
         mask = row_mask[:, None] & (k < blocks * 16)[None, :]
