@@ -15,7 +15,7 @@ from minite_diag.capture.runner import CaptureResult, capture
 from minite_diag.gate import GateRequest
 from minite_diag.plan import EngineSpec, read_plan
 from minite_diag.prepare import CompareRequest, make_run_folder, prepare
-from minite_diag.report.console import print_summary
+from minite_diag.report.console import print_gate, print_summary
 from minite_diag.terminal import error_console, print_line
 
 
@@ -66,6 +66,9 @@ class CompareFlow:
             summary = with_gate(summary, check_gate(run, summary, gate))
         write_report(run, summary, None)
         print_summary(summary, self.console)
+        if gate is not None:
+            self.console.print()
+            print_gate(summary, self.console)
         return summary
 
     def attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
