@@ -6,6 +6,7 @@ estimate; what the engines' own noise could explain is no failure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -65,6 +66,7 @@ def estimate_tokens(metric: str, tokens: Tokens) -> Estimate:
         low, high = mean_interval(clusters) if enough else (None, None)
         return {
             "estimate": best + clusters.mean,
+            "standard_error": clusters.standard_error(),
             "low": None if low is None else best + low,
             "high": None if high is None else best + high,
         }
@@ -94,6 +96,7 @@ def site_check(limit: Limit, found: SiteValues) -> Estimate:
     clusters = Clusters.of(worse[own], sequence.astype(np.int64))
     result: Estimate = {"tokens": 0, "sequences": len(clusters.sums), "worst": name}
     result |= {"sites": len(found.names), "skipped": found.skipped}
+    result["standard_error"] = clusters.standard_error()
     sign = -1.0 if metric.falls else 1.0
     ends: list[float | None] = [None, None]
     if len(clusters.sums) >= MIN_SEQUENCES:
@@ -171,15 +174,19 @@ def _near_floor(floor: float, leg: Mapping[str, Any] | None) -> str:
 
 
 def _spans(found: Estimate, limit: Limit) -> str:
-    """Why the interval doesn't decide, and how many tokens would."""
-    ends = [limit.value] if limit.warn is None else [limit.value, limit.warn]
-    crossed = [end for end in ends if found["low"] <= end < found["high"]]
+    """Why the interval doesn't decide, and what would."""
     text = f"the interval {found['low']:.3g}..{found['high']:.3g} spans the limit"
-    margin = min((abs(found["estimate"] - end) for end in crossed or ends), default=0.0)
-    half = (found["high"] - found["low"]) / 2
-    if not found["tokens"] or not margin or not np.isfinite(half):
+    ends = [limit.value] if limit.warn is None else [limit.value, limit.warn]
+    margin = min(abs(found["estimate"] - end) for end in ends)
+    error = found.get("standard_error")
+    if error is None or not margin:
         return text
-    return f"{text}; about {int(np.ceil(found['tokens'] * (half / margin) ** 2))} tokens decide"
+    ratio = (1.96 * error / margin) ** 2
+    if ratio <= 1.0:
+        return f"{text}: {found['sequences']} sequences are few"
+    if found["tokens"]:
+        return f"{text}; about {ratio * found['tokens']:.3g} tokens decide"
+    return f"{text}; about {math.ceil(ratio * found['sequences'])} sequences decide"
 
 
 def describe_tokens(tokens: Tokens) -> dict[str, Any]:

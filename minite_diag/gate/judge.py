@@ -7,8 +7,8 @@ The gate object::
 
     profile     name; `thresholds` {metric: limit}
     verdict     pass | fail | inconclusive | error; `reasons` in words, `notes` beside them
-    checks      [{rule, learner, sampler, mode, metric, site, worst, limit, warn, estimate, low,
-                 high, tokens, sequences, verdict, reason, waived}]
+    checks      [{rule, learner, sampler, mode, metric, site, worst, limit, warn, estimate,
+                 standard_error, low, high, tokens, sequences, verdict, reason, waived}]
     statistics  [{learner, sampler, mode, mean_abs, median_abs, trimmed_abs, p99_abs, max_abs,
                  k3_kl, tail_index, tail, outliers, power, noise_floor}]
     waivers     [{name, reason, expires, state: used | unused | expired}]
@@ -133,6 +133,7 @@ _EMPTY: Json = {
     "rule": "limit",
     "worst": None,
     "estimate": None,
+    "standard_error": None,
     "low": None,
     "high": None,
     "tokens": 0,

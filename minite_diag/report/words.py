@@ -41,7 +41,9 @@ def headline(summary: dict[str, Any]) -> str:
         )
     gate = summary.get("gate")
     if gate:
-        return f"{gate['verdict']} (profile {gate['profile']}): {'; '.join(gate['reasons'])}"
+        more = f"; {len(gate['reasons']) - 1} more" if len(gate["reasons"]) > 1 else ""
+        reason = f": {gate['reasons'][0]}{more}" if gate["reasons"] else ""
+        return f"{gate['verdict']} (profile {gate['profile']}){reason}"
     strange = [c for p in summary["pairs"] if not p["comparable"] for c in p["causes"][:1]]
     if strange:
         return f"not comparable: {strange[0]['text']}"

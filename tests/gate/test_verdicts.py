@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_the_estimate_alone_decides_nothing(run: Path) -> None:
     assert found["estimate"] < found["limit"] < found["high"]
     assert gate["verdict"] == "inconclusive"
     assert "tokens decide" in found["reason"]
+
+
+def test_what_would_decide(run: Path) -> None:
+    """Noise calls for tokens; a clear estimate of few sequences calls for sequences."""
+    noisy = judge(write_run(run / "a", rounding(0.058, 12, 8)), "nvfp4", "mean_abs=0.048")
+    reason = check(noisy, "mean_abs")["reason"]
+    needed = float(re.search(r"about (\S+) tokens decide", reason)[1])
+    assert needed > 96
+    few = judge(write_run(run / "b", rounding(0.03, 4, 4, spread=0.6)), "nvfp4", "mean_abs=0.06")
+    assert check(few, "mean_abs")["reason"].endswith("4 sequences are few")
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3])
