@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from minite_diag.engines.sglang_plugin import nvfp4
+from minite_diag.engines.sglang_plugin import nvfp4, nvfp4_methods
 from minite_diag.engines.sglang_plugin.plugin_hooks import around, replace
 from minite_diag.errors import EngineError, EngineUnavailable
 from minite_kernels.invariant.attention import paged_attention
@@ -30,9 +30,9 @@ LAYERS: Final = "sglang.srt.layers"
 def _check_version(what: str) -> None:
     import sglang
 
-    if sglang.__version__ not in nvfp4.KNOWN_VERSIONS:
+    if sglang.__version__ not in nvfp4_methods.KNOWN_VERSIONS:
         raise EngineUnavailable(
-            f"the aligned {what} hooks into functions of SGLang {nvfp4.KNOWN_VERSIONS[0]}, "
+            f"the aligned {what} hooks into functions of SGLang {nvfp4_methods.KNOWN_VERSIONS[0]}, "
             f"this is {sglang.__version__}",
             f"leave {what} out, or build the environment: minite-diag env create sglang",
         )
@@ -46,9 +46,9 @@ def _refuse(what: str, unsupported: dict[str, bool]) -> None:
 
 def align_nvfp4(_: Any) -> Iterator[str]:
     """The W4A4 linear and the experts of recipe pow2-row-scaled, on CPU."""
-    nvfp4.register(NVFP4_RECIPE)
-    yield f"{nvfp4.MODULE}.ModelOptFp4LinearMethod"
-    yield f"{nvfp4.MODULE}.ModelOptNvFp4FusedMoEMethod"
+    nvfp4_methods.register(NVFP4_RECIPE)
+    yield f"{nvfp4_methods.__name__}.apply_linear"
+    yield f"{nvfp4_methods.__name__}.apply_experts"
 
 
 def align_norm(_: Any) -> Iterator[str]:

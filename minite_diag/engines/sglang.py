@@ -65,11 +65,14 @@ OPTIONS: Final = {
 
 NVFP4_RECIPES: Final = ("auto", *nvfp4.MODELLED_RECIPES, *nvfp4.ALIGNED_RECIPES)
 
-QUANTIZATIONS: Final = {"nvfp4-modelopt": ("modelopt_fp4",)}
-"""Checkpoint format -> the names under which SGLang may have loaded it."""
+QUANTIZATIONS: Final = {
+    "nvfp4-modelopt": "modelopt_fp4",
+    "nvfp4-compressed-tensors": "compressed-tensors",
+}
+"""Checkpoint format -> the name under which SGLang must have loaded it."""
 
 MOE_SCALES: Final = "flashinfer_cutlass"
-"""The backend whose fusion of expert scales runs: one activation scale for all experts."""
+"""Whose fusion of ModelOpt's expert scales runs: one activation scale for all experts."""
 
 
 class SglangEngine(Engine):
@@ -88,6 +91,7 @@ class SglangEngine(Engine):
         sglang = _import_sglang()
         config = _read_config(Path(spec.checkpoint))
         _check_architecture(config)
+        _check_format(config, spec)
         preparation = Preparation(_nvfp4_recipe(spec), spec.align)
         self.patched = preparation.apply()
         try:
@@ -138,8 +142,11 @@ class SglangEngine(Engine):
             for name in ("disable_radix_cache", "chunked_prefill_size", "max_prefill_tokens"):
                 del arguments[name]
         if self.spec.checkpoint_format in QUANTIZATIONS:
-            arguments["quantization"] = "modelopt_fp4"
-            if any(config.get(key) for key in ("num_experts", "num_local_experts")):
+            quantization = QUANTIZATIONS[self.spec.checkpoint_format]
+            arguments["quantization"] = quantization
+            if quantization == "modelopt_fp4" and any(
+                config.get(key) for key in ("num_experts", "num_local_experts")
+            ):
                 arguments["moe_runner_backend"] = MOE_SCALES
         return arguments
 
@@ -157,8 +164,7 @@ class SglangEngine(Engine):
             raise EngineError(
                 f"sglang runs {config.dtype}, the plan says {wanted}", "choose another dtype"
             )
-        expected = QUANTIZATIONS.get(self.spec.checkpoint_format, (None,))
-        if config.quantization not in expected:
+        if config.quantization != QUANTIZATIONS.get(self.spec.checkpoint_format):
             raise EngineError(
                 f"sglang loaded {self.spec.checkpoint} as quantization={config.quantization}, "
                 f"the plan says {self.spec.checkpoint_format}",
@@ -343,7 +349,7 @@ def _nvfp4_recipe(spec: EngineSpec) -> str | None:
     if spec.checkpoint_format not in QUANTIZATIONS:
         return None
     recipe = spec.options.get("nvfp4_recipe", "auto")
-    return nvfp4.NATIVE_RECIPE if recipe == "auto" else recipe
+    return nvfp4.NATIVE_RECIPES[spec.checkpoint_format] if recipe == "auto" else recipe
 
 
 def _label(statuses: set[str]) -> str:
@@ -361,11 +367,6 @@ def _check_options(spec: EngineSpec) -> None:
         raise UsageError(
             f"engine 'sglang' can't run nvfp4_recipe={recipe}",
             f"one of: {', '.join(NVFP4_RECIPES)}",
-        )
-    if spec.checkpoint_format == "nvfp4-compressed-tensors":
-        raise EngineUnavailable(
-            "sglang has no CPU path for compressed-tensors NVFP4 here",
-            "export the ModelOpt layout: --layout modelopt",
         )
     if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
         raise UsageError(
@@ -412,6 +413,18 @@ def _check_architecture(config: dict[str, Any]) -> None:
         raise EngineError(
             f"sglang knows no architecture {', '.join(map(repr, names)) or '(none in config.json)'}",
             "use another sampler, or an SGLang version that has it",
+        )
+
+
+def _check_format(config: dict[str, Any], spec: EngineSpec) -> None:
+    """SGLang would load high-precision weights under an NVFP4 name, and leave them as they are."""
+    beside = (Path(spec.checkpoint) / "hf_quant_config.json").exists()
+    quantized = beside or bool(config.get("quantization_config"))
+    if quantized != (spec.checkpoint_format in QUANTIZATIONS):
+        raise EngineError(
+            f"the configuration in {spec.checkpoint} describes {'a' if quantized else 'no'} quantization, "
+            f"the plan says {spec.checkpoint_format}",
+            "export the checkpoint again",
         )
 
 

@@ -26,7 +26,7 @@ from minite_diag.engines.base import TokenSequence
 from minite_diag.engines.sglang import INSTALL, SglangEngine
 from minite_diag.engines.sglang_plugin.hooks import Running, batch_rows
 from minite_diag.environments import engine_python
-from minite_diag.errors import EngineError, EngineUnavailable, UsageError
+from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import EngineSpec
 from minite_diag.site import matches
 from minite_kernels.nvfp4.quantize import quantize
@@ -49,7 +49,10 @@ NAMES = [
     "moe-bf16-chunked",
     "llama-nvfp4",
     "moe-nvfp4",
+    "moe-nvfp4-ct",
 ]
+NVFP4 = {"llama-nvfp4": 14, "moe-nvfp4": 56, "moe-nvfp4-ct": 56}
+LAYOUTS = ("modelopt", "compressed-tensors")
 EXPERTS_OF_LAYER_1 = "model.layers.1.mlp.experts"
 
 
@@ -73,17 +76,17 @@ def start(job, root, name):
 
 @pytest.fixture(scope="module")
 def refits(models, tmp_path_factory):
-    """kind -> NVFP4 checkpoint in ModelOpt's layout and the names of its quantized linears."""
+    """Configuration -> NVFP4 checkpoint and the names of its quantized linears."""
     root = tmp_path_factory.mktemp("sglang-nvfp4")
     found = {}
-    for kind in ("llama", "moe"):
+    for kind, layouts in (("llama", LAYOUTS[:1]), ("moe", LAYOUTS)):
         master = open_checkpoint(models[kind, "bfloat16"])
         names = quantized_names(master, "default")
         amax = calibrate(master, PROBES, names)
-        found[kind] = (
-            export(master, "modelopt", "modelopt", root / kind, calibration=amax),
-            names,
-        )
+        for layout in layouts:
+            name = f"{kind}-nvfp4" + ("-ct" if layout == "compressed-tensors" else "")
+            folder = root / name
+            found[name] = (export(master, "modelopt", layout, folder, calibration=amax), names)
     return found
 
 
@@ -96,8 +99,8 @@ def runs(models, refits, tmp_path_factory):
     def describe(name):
         kind, precision, *_ = name.split("-")
         if precision == "nvfp4":
-            checkpoint, names = refits[kind]
-            return make_job(checkpoint.path, root / name, "bfloat16", "nvfp4-modelopt", names)
+            checkpoint, names = refits[name]
+            return make_job(checkpoint.path, root / name, "bfloat16", checkpoint.format, names)
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
         options = {"chunked": {"chunked_prefill_size": 16}, "tp2": {"tp_size": 2}}
         chosen = options.get(name.split("-")[-1], {})
@@ -182,7 +185,7 @@ def test_every_site_of_every_layer_is_seen(runs, name):
             assert found == expected_sites(name), key
 
 
-@pytest.mark.parametrize("name", ["moe-nvfp4", "moe-bf16-chunked"])
+@pytest.mark.parametrize("name", ["moe-nvfp4", "moe-nvfp4-ct", "moe-bf16-chunked"])
 def test_expert_sites_follow_the_routing(runs, name):
     run = runs(name)
     kinds = ("input", "output", *(("act_codes", "act_block_scale") if "nvfp4" in name else ()))
@@ -245,18 +248,20 @@ def test_weights_are_the_checkpoint_bytes(runs, models, name):
         assert same_bytes(run.static(fqn, "weight"), read_tensor(folder, f"{fqn}.weight")), fqn
 
 
-@pytest.mark.parametrize("kind", ["llama", "moe"])
-def test_nvfp4_weights_are_the_exported_bytes(runs, refits, kind):
-    run, (checkpoint, names) = runs(f"{kind}-nvfp4"), refits[kind]
-    assert len(names) == {"llama": 14, "moe": 56}[kind]
+@pytest.mark.parametrize(("name", "count"), NVFP4.items())
+def test_nvfp4_weights_are_the_exported_bytes(runs, refits, name, count):
+    run, (checkpoint, names) = runs(name), refits[name]
+    assert len(names) == count
     for fqn in names:
         stored = read_quantized(checkpoint, fqn)
         assert same_bytes(run.static(fqn, "weight_codes"), stored.codes), fqn
         block_scale = run.static(fqn, "weight_block_scale")
         assert block_scale.dtype == torch.float8_e4m3fn
         assert torch.equal(bytes_of(block_scale), bytes_of(stored.block_scale)), fqn
-        decode = run.static(fqn, "weight_global_decode_scale")
-        assert decode.item() == stored.global_scale.item(), fqn
+        decode = stored.global_scale
+        if stored.direction == "encode":
+            decode = decode.reciprocal()
+        assert run.static(fqn, "weight_global_decode_scale").item() == decode.item(), fqn
 
 
 def input_scales(checkpoint, names):
@@ -265,7 +270,7 @@ def input_scales(checkpoint, names):
 
 def test_activation_scales_are_fused_by_sglang(runs, refits):
     """The largest of the fused parts, and for experts of all experts, turned by one division."""
-    run, (checkpoint, _) = runs("moe-nvfp4"), refits["moe"]
+    run, (checkpoint, _) = runs("moe-nvfp4"), refits["moe-nvfp4"]
     parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     encode = run.native("model.layers.0.self_attn.qkv_proj", "act_global_encode_scale")
     assert encode.item() == (1 / input_scales(checkpoint, parts).max()).item()
@@ -278,9 +283,22 @@ def test_activation_scales_are_fused_by_sglang(runs, refits):
             assert scales.unique().numel() > 1
 
 
-def test_multiplied_codes_give_the_captured_output(runs):
+def test_compressed_tensors_scales_are_fused_by_sglang(runs, refits):
+    """The file holds encode scales: the largest of the fused parts, and each expert its own."""
+    run, (checkpoint, _) = runs("moe-nvfp4-ct"), refits["moe-nvfp4-ct"]
+    parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    encode = run.native("model.layers.0.self_attn.qkv_proj", "act_global_encode_scale")
+    assert encode.item() == input_scales(checkpoint, parts).max().item()
+    down = [f"{EXPERTS_OF_LAYER_1}.{e}.down_proj" for e in range(8)]
+    held = run.native(f"{EXPERTS_OF_LAYER_1}.w2", "act_global_encode_scale")
+    assert held.tolist() == input_scales(checkpoint, down).tolist()
+    assert held.unique().numel() > 1
+
+
+@pytest.mark.parametrize("name", ["moe-nvfp4", "moe-nvfp4-ct"])
+def test_multiplied_codes_give_the_captured_output(runs, name):
     """Integer products of codes and scales, alpha in FP32, one rounding: linears and experts."""
-    run = runs("moe-nvfp4")
+    run = runs(name)
     busiest = int(run.scored(EXPERTS_OF_LAYER_1, "topk_ids")[0].flatten().mode().values)
     for fqn in (
         "model.layers.1.self_attn.k_proj",
@@ -300,7 +318,7 @@ def test_multiplied_codes_give_the_captured_output(runs):
         decode = run.scored(fqn, "act_global_decode_scale")[0]
         alpha = decode * run.static(fqn, "weight_global_decode_scale")
         output, _ = run.scored(fqn, "output")
-        # SGLang's alpha multiplies the stored decode scale; here it is 1 / its own reciprocal.
+        # SGLang's alpha rounds elsewhere: of the decode scales of the file, or one reciprocal.
         close = (output.float() - accumulator * alpha).abs() <= 2**-8 * output.float().abs() + 1e-6
         assert bool(close.all()), fqn
 
@@ -369,6 +387,7 @@ def test_rows_are_the_tokens_that_they_are_said_to_be(runs, name):
         ("moe-bf16-chunked", "sglang", {"native"}),
         ("llama-nvfp4", "sglang-modelled", {"native", "modelled"}),
         ("moe-nvfp4", "sglang-modelled", {"native", "modelled"}),
+        ("moe-nvfp4-ct", "sglang-modelled", {"native", "modelled"}),
     ],
 )
 def test_evidence_says_what_ran(runs, name, label, statuses):
@@ -378,9 +397,10 @@ def test_evidence_says_what_ran(runs, name, label, statuses):
     assert all(e["impl"] for e in results["evidence"])
     ours = {e["op"] for e in results["evidence"] if e["impl"].startswith("minite_")}
     assert ours == {e["op"] for e in results["evidence"] if e["status"] == "modelled"}
-    assert ("experts" in ours) == (name == "moe-nvfp4")
+    assert ("experts" in ours) == name.startswith("moe-nvfp4")
     settings = results["settings"]
     assert ("ModelOptFp4LinearMethod" in settings["linears"]) == name.endswith("nvfp4")
+    assert ("CompressedTensorsLinearMethod" in settings["linears"]) == name.endswith("ct")
     assert settings["attention"].endswith("TorchNativeAttnBackend")
     assert (settings["radix_cache"], settings["tensor_parallel"]) == ("False", "1")
 
@@ -419,7 +439,7 @@ def load_errors(models, refits, tmp_path_factory):
         "option": make_job(model, root, "bfloat16", chunks=3),
         "recipe": make_job(model, root, "bfloat16", nvfp4_recipe="te"),
         "pointless": make_job(model, root, "bfloat16", nvfp4_recipe="flashinfer-exact"),
-        "layout": make_job(model, root, "bfloat16", format="nvfp4-compressed-tensors"),
+        "format": make_job(model, root, "bfloat16", format="nvfp4-modelopt"),
         "truncated": make_job(truncated, root, "bfloat16"),
     }
     return start({"jobs": jobs, "out": str(root / "out")}, root, "errors").results
@@ -433,7 +453,7 @@ def load_errors(models, refits, tmp_path_factory):
         ("option", "UsageError", "'chunks'"),
         ("recipe", "UsageError", "nvfp4_recipe=te"),
         ("pointless", "UsageError", "bf16 checkpoint"),
-        ("layout", "EngineUnavailable", "compressed-tensors"),
+        ("format", "EngineError", "describes no quantization"),
         ("truncated", "EngineError", "truncated: SafetensorError"),
     ],
 )
@@ -464,9 +484,6 @@ def test_without_sglang_the_command_that_builds_it_is_given():
 def test_unknown_options_are_refused_before_sglang_is_imported():
     spec = EngineSpec("sglang", "sampler", "sglang", "", "nowhere", "bf16", {"eager": "1"})
     with pytest.raises(UsageError, match="'eager'"):
-        SglangEngine().load(spec, None)
-    spec = EngineSpec("sglang", "sampler", "sglang", "", "nowhere", "nvfp4-compressed-tensors")
-    with pytest.raises(EngineUnavailable, match="compressed-tensors"):
         SglangEngine().load(spec, None)
 
 

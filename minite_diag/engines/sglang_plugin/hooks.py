@@ -320,7 +320,7 @@ class Observer:
         layer.topk.register_forward_hook(after)
 
     def _expert_tap(self, name: str) -> Callable[..., Any]:
-        shared: list[tuple[str, torch.Tensor]] = []
+        given: list[tuple[str, torch.Tensor]] = []
         leaves = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
         def tap(stage: str, expert: int, rows: torch.Tensor | None, value: Any) -> Any:
@@ -328,7 +328,7 @@ class Observer:
                 return value
             if stage == "input":
                 x, quantized = value
-                shared[:] = [("input", x), *quantized_kinds(quantized)]
+                given[:] = [("input", x[rows]), *quantized_kinds(quantized)]
             elif stage == "quantized":
                 for kind, tensor in quantized_kinds(value):
                     self.recorder.tensor(f"{name}.{expert}.down_proj", kind, tensor, rows)
@@ -336,9 +336,8 @@ class Observer:
                 return pass_on(self.recorder, f"{name}.{expert}.down_proj", "input", value, rows)
             else:
                 site = f"{name}.{expert}.{leaves[stage]}"
-                if stage != "down":
-                    for kind, whole in shared:
-                        self.recorder.tensor(site, kind, rows_of(whole, rows), rows)
+                for kind, tensor in given if stage != "down" else ():
+                    self.recorder.tensor(site, kind, tensor, rows)
                 return pass_on(self.recorder, site, "output", value, rows)
             return value
 
@@ -418,18 +417,9 @@ def quantized_kinds(quantized: Nvfp4Tensor) -> list[tuple[str, torch.Tensor]]:
     return kinds
 
 
-def rows_of(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Some rows; float8 can't be indexed, its bytes can."""
-    if rows is None:
-        return tensor
-    if tensor.dtype == torch.float8_e4m3fn:
-        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
-    return tensor[rows]
-
-
 def is_nvfp4(module: Any) -> bool:
     """Whether a linear or a layer of experts runs this package's NVFP4 methods."""
-    return getattr(module, "minite_recipe", None) is not None
+    return getattr(module, "minite_nvfp4", None) is not None
 
 
 def finished_layer(norm: str, model: nn.Module) -> str | None:

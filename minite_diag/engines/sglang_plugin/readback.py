@@ -84,7 +84,8 @@ def read_evidence(scheduler: Any) -> Iterator[Evidence]:
     linears = [module for _, module in linear_modules(model)]
     for name in sorted({method_name(m) for m in linears if not is_nvfp4(m)}):
         yield Evidence("linear", "native", name)
-    for recipe in {m.minite_recipe.name: m.minite_recipe for m in linears if is_nvfp4(m)}.values():
+    recipes = [module.minite_nvfp4.recipe for module in linears if is_nvfp4(module)]
+    for recipe in {recipe.name: recipe for recipe in recipes}.values():
         yield from _nvfp4_linear(recipe)
     for op, words in (("norm", "RMSNorm"), ("rope", "Rotary"), ("activation", "SiluAndMul")):
         for name, forward in sorted(ops.items()):
@@ -119,7 +120,7 @@ def _nvfp4_linear(recipe: Any) -> Iterator[Evidence]:
     note = f"recipe {recipe.name}: {recipe.engine}; loader and scale fusion are SGLang's"
     status = _status_of(recipe)
     yield Evidence(
-        "nvfp4_linear", status, "minite_diag.engines.sglang_plugin.nvfp4.apply_linear", note
+        "nvfp4_linear", status, "minite_diag.engines.sglang_plugin.nvfp4.run_linear", note
     )
     yield Evidence("nvfp4_quantize", status, "minite_kernels.nvfp4.quantize", note)
 
@@ -132,8 +133,10 @@ def _experts(model: nn.Module, ops: dict[str, str]) -> Iterator[Evidence]:
     if not is_nvfp4(layers[0].experts):
         yield Evidence("experts", "native", method_name(layers[0].experts))
         return
-    recipe = layers[0].experts.minite_recipe
-    scale = "each token its own" if is_per_token(recipe) else "one for all experts"
+    held = layers[0].experts.minite_nvfp4
+    recipe = held.recipe
+    scale = "one for all experts" if held.one_input_scale else "one an expert"
+    scale = "each token its own" if is_per_token(recipe) else scale
     yield Evidence(
         "experts",
         _status_of(recipe),

@@ -19,7 +19,7 @@ import torch
 from minite_diag.alignments.base import apply_replacements
 from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
-from minite_diag.engines.sglang_plugin import nvfp4
+from minite_diag.engines.sglang_plugin import nvfp4_methods
 from minite_diag.errors import EngineUnavailable
 from minite_diag.site import matches
 
@@ -50,7 +50,7 @@ class Preparation:
     def apply(self) -> dict[str, list[str]]:
         """Register NVFP4 methods and alignments; op -> names of what was patched."""
         if self.nvfp4_recipe is not None:
-            nvfp4.register(self.nvfp4_recipe)
+            nvfp4_methods.register(self.nvfp4_recipe)
         return apply_replacements("sglang", self.align, None)
 
 
