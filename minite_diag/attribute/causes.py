@@ -73,6 +73,7 @@ CAUSES: Final = {
         Cause("MD504", "the result depends on how the prompt is chunked"),
         Cause("MD505", "decode differs from prefill"),
         Cause("MD506", "decode reads a cache of an earlier request or state"),
+        Cause("MD507", "production settings compute other bits than the captured run"),
         Cause("MD601", "tokens are routed to other experts"),
     )
 }

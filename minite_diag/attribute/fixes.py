@@ -160,6 +160,10 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
         _vllm("LLM.reset_prefix_cache()", "code", note="after every weight update"),
         _sglang("--disable-radix-cache", "argument"),
     ),
+    "MD507": (
+        _vllm("enforce_eager=True"),
+        _vllm('compilation_config={"custom_ops": ["all"]}', note="the engine's own kernels"),
+    ),
 }
 """Cause -> fixes, the ones that need no kernel first. Causes that are not here are faults of a
 converter or of a call: their pages say what to correct."""

@@ -30,6 +30,7 @@ CODES: Final = {
     "prefill-decode": "MD505",
     "batch-decode": "MD503",
     "decode-again": "MD506",
+    "production": "MD507",
 }
 """Leg -> cause where it is not an equality."""
 
@@ -50,6 +51,30 @@ def measure_legs(
     return list(_Legs(runs, tokens, score, sampled, seed).rows())
 
 
+def measure_production(
+    runs: LiveRuns, tokens: pd.DataFrame, score: list[SequenceSpec]
+) -> dict[str, Any]:
+    """The row of the leg that needs an engine of its own: loaded in the settings of a service."""
+    legs = _Legs(runs, tokens, score, [], 0)
+    return legs.row("production", legs.observer, "in production settings against the captured run")
+
+
+def leg_row(engine: str, leg: str, note: str, reason: str = "") -> dict[str, Any]:
+    """A leg that was not measured."""
+    return {
+        "engine": engine,
+        "leg": leg,
+        "status": "skipped",
+        "reason": reason,
+        "tokens": 0,
+        "equal": 0,
+        "mean_abs": None,
+        "max_abs": None,
+        "note": note,
+        "code": None,
+    }
+
+
 class _Legs:
     def __init__(
         self,
@@ -66,43 +91,33 @@ class _Legs:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Run and compare, the cheap legs first."""
-        yield self._row("observer", self._observer, "bare run against the captured one")
-        yield self._row("repeat", self._repeat, "the same bare run again, in one process")
+        yield self.row("observer", self.observer, "bare run against the captured one")
+        yield self.row("repeat", self._repeat, "the same bare run again, in one process")
         if self.sampled:
-            yield self._row("prefill-decode", self._decode, "its own samples scored by prefill")
-            yield self._row(
+            yield self.row("prefill-decode", self._decode, "its own samples scored by prefill")
+            yield self.row(
                 "batch-decode",
                 self._batch_decode,
                 f"decoded alone and in a batch of {DECODE_BATCH}",
             )
-            yield self._row(
+            yield self.row(
                 "decode-again",
                 self._decode_again,
                 "its first request again, after the others: caches hold other requests",
             )
-        yield self._row(
+        yield self.row(
             "chunked-prefill", self._chunked, f"prefill in chunks of {CHUNK_TOKENS} tokens"
         )
         for size in BATCH_SIZES:
-            yield self._row(
+            yield self.row(
                 f"batch-{size}",
                 lambda size=size: self._batch(size),  # type: ignore[misc]
                 f"alone against a batch of {size}",
             )
 
-    def _row(self, leg: str, measure: Any, note: str) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "engine": self.runs.session.spec.id,
-            "leg": leg,
-            "status": "skipped",
-            "reason": "",
-            "tokens": 0,
-            "equal": 0,
-            "mean_abs": None,
-            "max_abs": None,
-            "note": note,
-            "code": None,
-        }
+    def row(self, leg: str, measure: Any, note: str) -> dict[str, Any]:
+        """Measure one leg; what fails or does not fit is a reason."""
+        row = leg_row(self.runs.session.spec.id, leg, note)
         try:
             one, other = measure()
         except BudgetSpent as spent:
@@ -126,7 +141,8 @@ class _Legs:
         job = Job(name, tuple(sequences), hooked=False, **fields)
         return live_logprobs(self.runs.run("legs", job).scored)
 
-    def _observer(self) -> tuple[Logprobs, Logprobs]:
+    def observer(self) -> tuple[Logprobs, Logprobs]:
+        """The captured run, and the same tokens without hooks."""
         self.alone = self._live("bare", self.score)
         return stored_logprobs(self.tokens[self.tokens["mode"] == "score"]), self.alone
 

@@ -103,6 +103,8 @@ class _Attribution:
                 self._legs(runs)
                 if spec.role == "sampler":
                     self._pair(runs)
+            if self.open_session is LiveSession:
+                self._production(spec)
         except BudgetSpent as spent:
             self._skip("pair", spec.id, str(spent))
         except MiniteDiagError as error:
@@ -114,6 +116,31 @@ class _Attribution:
                     "log": str(self.run / f"live-{spec.id}.log"),
                 }
             )
+
+    def _production(self, spec: EngineSpec) -> None:
+        """The engine once more, as a service runs it: what a capture's settings change."""
+        from minite_diag.attribute.legs import leg_row, measure_production, worst_legs
+        from minite_diag.engines.registry import load_engine_class
+        from minite_diag.trace.store import Trace
+
+        options = load_engine_class(spec.engine).production_options
+        if not options:
+            return
+        tokens = Trace(self.run / "traces" / spec.id).tokens
+        keys = zip(tokens["mode"], tokens["source"], tokens["probe"], strict=True)
+        score = [key for key in dict.fromkeys(keys) if key[0] == "score"][:LEG_SEQUENCES]
+        if not score or not self.budget.allows(len(score)):
+            return
+        try:
+            with LiveSession(self.run, spec.id, self.report, options) as session:
+                runs = LiveRuns(session, self.budget)
+                row = measure_production(runs, tokens, self._sequences(score))
+        except MiniteDiagError as error:
+            row = leg_row(spec.id, "production", "in production settings", error.message)
+        self.found["legs"].append(row)
+        self.found["noise"] = worst_legs(self.found["legs"])
+        if row["status"] == "skipped":
+            self._skip("leg production", spec.id, row["reason"])
 
     def _skip(self, step: str, engine: str, reason: str) -> None:
         self.found["skipped"].append({"step": step, "engine": engine, "reason": reason})

@@ -169,21 +169,29 @@ class ForwardBudget:
 
 
 class LiveSession:
-    """One worker with one loaded engine; a context manager.
+    """One worker with one loaded engine; a context manager. `options` go over the plan's.
 
     `run` raises EngineUnavailable or EngineError with the worker's own message; after an error of
     a single job the session goes on, after the worker's death every job fails.
     """
 
-    def __init__(self, run: Path, engine_id: str, report: runner.Report) -> None:
+    def __init__(
+        self,
+        run: Path,
+        engine_id: str,
+        report: runner.Report,
+        options: dict[str, str] | None = None,
+    ) -> None:
         self.folder = run
+        self.options = options or {}
         self.plan = read_plan(run)
         known = [spec.id for spec in self.plan.engines]
         if engine_id not in known:
             raise UsageError(f"the run has no engine {engine_id!r}", f"one of: {', '.join(known)}")
         self.spec: EngineSpec = self.plan.engine(engine_id)
         self.report = report
-        self.log_file = run / f"live-{engine_id}.log"
+        name = "-".join((engine_id, *self.options))
+        self.log_file = run / f"live-{name}.log"
         self.loaded: dict[str, Any] = {}
         self._expired = threading.Event()
 
@@ -197,6 +205,7 @@ class LiveSession:
                     "minite_diag.capture.live_worker",
                     str(self.folder),
                     self.spec.id,
+                    json.dumps(self.options),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """The child of a live session: one engine, loaded once, that serves jobs from its standard input.
 
-    python -m minite_diag.capture.live_worker RUN ENGINE_ID
+    python -m minite_diag.capture.live_worker RUN ENGINE_ID OPTIONS_JSON
 
 Imports only its own engine. One job per line; each result is written to `live/ENGINE_ID/` and named
 on standard output. Bare jobs run before the engine is observed: a bare job after the first hooked
@@ -187,7 +187,7 @@ def _serve(live: LiveEngine, progress: Progress) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the live worker; returns its exit code."""
-    run, engine_id = (argv or sys.argv[1:])[:2]
+    run, engine_id, options = (argv or sys.argv[1:])[:3]
     # Libraries print to stdout; only events may reach the parent's pipe.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -196,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     try:
         plan = read_plan(Path(run))
-        live = LiveEngine(Path(run), plan, plan.engine(engine_id))
+        spec = plan.engine(engine_id)
+        spec = dataclasses.replace(spec, options=spec.options | json.loads(options))
+        live = LiveEngine(Path(run), plan, spec)
         seconds = time.monotonic() - began
         progress("loaded", label=live.info.label, seconds=seconds)
         _serve(live, progress)

@@ -103,6 +103,9 @@ class Engine(ABC):
     """One loaded model in its own process."""
 
     name: ClassVar[str]
+    production_options: ClassVar[dict[str, str]] = {}
+    """Options that give the settings of a service, where a capture needs others (no compilation,
+    no graphs). An engine loaded with them can't be observed."""
 
     @abstractmethod
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:

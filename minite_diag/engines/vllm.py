@@ -64,6 +64,7 @@ OPTIONS: Final = {
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
     "seed": "overrides the plan's seed",
+    "production": "true: compiled, with graphs and prefix caching, as `vllm serve` runs; no hooks",
 }
 
 NVFP4_RECIPES: Final = (
@@ -86,6 +87,7 @@ class VllmEngine(Engine):
     """vLLM, in-process; score by prompt logprobs, sample by its own sampler."""
 
     name: ClassVar[str] = "vllm"
+    production_options: ClassVar[dict[str, str]] = {"production": "true"}
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` through vLLM's loader and read back what it installed."""
@@ -93,7 +95,8 @@ class VllmEngine(Engine):
         self.plan, self.spec = plan, spec
         self._requests: dict[str, Request] = {}
         self._count = 0
-        vllm = _import_vllm()
+        self.in_production = spec.options.get("production", "false") == "true"
+        vllm = _import_vllm(compiles=self.in_production)
         config = _read_config(Path(spec.checkpoint))
         _check_architecture(config)
         self.snapshot = WeightSnapshot()
@@ -139,6 +142,9 @@ class VllmEngine(Engine):
             "max_num_seqs": sequences,
             "seed": int(options.get("seed", self.plan.seed)),
         }
+        if self.in_production:
+            for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
+                del arguments[name]
         if "attention_backend" in options:
             arguments["attention_backend"] = options["attention_backend"]
         if "gpu_memory_utilization" in options:
@@ -225,6 +231,11 @@ class VllmEngine(Engine):
 
     def observe(self, recorder: Recorder) -> None:
         """Write the weights as the engine holds them, then hook every module."""
+        if self.in_production:
+            raise EngineError(
+                "vllm in production settings is compiled: its modules can't be observed",
+                "leave the option production out",
+            )
         statics.write(self.model, self.snapshot, recorder)
         Observer(self.model, self.runner, self._requests, recorder).attach()
 
@@ -420,10 +431,11 @@ def _check_options(spec: EngineSpec) -> None:
         )
 
 
-def _import_vllm() -> Any:
+def _import_vllm(*, compiles: bool) -> Any:
     os.environ.update(ENVIRONMENT)
     for key, value in DEFAULT_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+        if not (compiles and key == "TORCHDYNAMO_DISABLE"):
+            os.environ.setdefault(key, value)
     try:
         import vllm
         import vllm.entrypoints.llm
@@ -488,7 +500,8 @@ def _register_on_cpu(recipe: str, has_experts: bool, dequantized_gib: float) -> 
             nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(model))
         return
     nvfp4_cpu.register_linear()
-    nvfp4_cpu.keep_dequantized(int(dequantized_gib * 2**30))
+    if dequantized_gib:
+        nvfp4_cpu.keep_dequantized(int(dequantized_gib * 2**30))
     if has_experts:
         nvfp4_cpu.register_experts()
 
