@@ -50,7 +50,7 @@ def test_another_temperature_is_inconclusive_not_a_gap(tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "run"),
         "--json",
-        "-q",
+        "--no-progress",
         "--modes",
         "score",
     )
