@@ -33,7 +33,6 @@ from minite_kernels.nvfp4.recipe import GemmRecipe, OperandRecipe
 
 Weight = tuple[Tensor, GlobalScale]
 
-_decode_e4m3 = quantizer._decode_e4m3
 _max_magnitude = quantizer._max_magnitude
 _quantize_blocks = quantizer._quantize_blocks
 _random_bytes = quantizer._random_bytes
@@ -160,8 +159,8 @@ def _along_rows_kernel(
     random = columns
     if RECIPE[16]:
         random = _random_bytes(tl.load(seed_ptr), tl.program_id(0) * C + c)
-    rounded, s8 = _quantize_blocks(columns, b, A, S, g, random, True, RECIPE)
-    out = tl.trans(rounded * _decode_e4m3(s8)[:, None]).to(out_ptr.dtype.element_ty)
+    rounded, s = _quantize_blocks(columns, b, A, S, g, random, True, RECIPE)
+    out = tl.trans(rounded * s[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * C + c[None, :], out, mask=(c < C)[None, :])
 
 

@@ -48,20 +48,30 @@ def _max_magnitude(x, axis: tl.constexpr, NAN_SPREADS: tl.constexpr):
 
 
 @triton.jit
-def _decode_e4m3(s8):
-    """FP32 of E4M3 block scales (never negative), by bits.
+def _round_e4m3(t):
+    """FP32 t in [0, 448] or NaN rounded to E4M3, ties to even, in FP32.
 
-    The instruction is not used: ptxas 12.8 may read its operand before the cast to E4M3 has written
-    it (seen in SASS on sm_90 where FP32 x leaves few scales to a thread).
+    The conversion instructions are not used: ptxas 12.8 merges the packs of neighbouring values and
+    then lets a reader of one of them run before it is written (seen in SASS for sm_90; wrong codes
+    on an H200 wherever FP32 x leaves a thread several scales). Adding 1.5 * 2^20 binades puts the
+    sum where one ulp is the E4M3 step; subnormals share the step of [2^-6, 2^-5).
     """
-    byte = s8.to(tl.uint8, bitcast=True).to(tl.int32)
-    value = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    return tl.where(byte == 0x7F, float("nan"), value)
+    binade = tl.maximum(t, 0.015625).to(tl.int32, bitcast=True) & 0x7F800000
+    shift = binade.to(tl.float32, bitcast=True) * 1572864.0
+    return (t + shift) - shift
+
+
+@triton.jit
+def _encode_e4m3(s):
+    """E4M3 of FP32 s on its grid, never negative: 2^-120 s has the byte in its upper bits."""
+    bits = (s * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+    byte = tl.where(s == s, bits, 0x7F).to(tl.uint8)
+    return byte.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
 def _cast_block_scale(t, RECIPE: tl.constexpr):
-    """(s in FP32, whether it is zero, s in E4M3) of the block scale before its cast."""
+    """(s that elements see, whether it is zero, s as stored) of the block scale before its cast."""
     FLOOR: tl.constexpr = RECIPE[9]
     ZERO_BLOCK: tl.constexpr = RECIPE[10]
     ZERO_BLOCK_AFTER: tl.constexpr = RECIPE[11]
@@ -70,13 +80,13 @@ def _cast_block_scale(t, RECIPE: tl.constexpr):
     if FLOOR > 0:
         t = tl.where(t < FLOOR, FLOOR, t)
     t = tl.where(t > 448.0, 448.0, t)
-    s8 = t.to(tl.float8e4nv)
-    s = t if RECIPE[4] else _decode_e4m3(s8)
+    stored = _round_e4m3(t)
+    s = t if RECIPE[4] else stored
     is_zero = s == 0
     if ZERO_BLOCK is not None and ZERO_BLOCK_AFTER:
         s = tl.where(is_zero, ZERO_BLOCK, s)
-        s8 = s.to(tl.float8e4nv)
-    return s, is_zero, s8
+        stored = s
+    return s, is_zero, stored
 
 
 @triton.jit
@@ -174,7 +184,7 @@ def _block_error(value, x, s, A, S, g, RECIPE: tl.constexpr):
 
 @triton.jit
 def _quantize_blocks(x, b, A, S, g, random, VALUES: tl.constexpr, RECIPE: tl.constexpr):
-    """X [.., B, 16] FP32 with block amax b, A, S, g [.., B] -> (codes int32 or values, s8 E4M3).
+    """X [.., B, 16] FP32 with block amax b, A, S, g [.., B] -> (codes int32 or values, s FP32).
 
     ``RECIPE`` is what ``recipe_constants`` returns.
     """
@@ -190,7 +200,7 @@ def _quantize_blocks(x, b, A, S, g, random, VALUES: tl.constexpr, RECIPE: tl.con
     if ZERO_BLOCK is not None and not RECIPE[11]:
         t = tl.where(t == 0, ZERO_BLOCK, t)
     if RECIPE[19] == "none":
-        s, is_zero, s8 = _cast_block_scale(t, RECIPE)
+        s, is_zero, stored = _cast_block_scale(t, RECIPE)
         y = _scale_elements(x, s, is_zero, b, S, g, RECIPE)
     else:
         s4, zero4, _ = _cast_block_scale(t * 1.5, RECIPE)
@@ -202,20 +212,20 @@ def _quantize_blocks(x, b, A, S, g, random, VALUES: tl.constexpr, RECIPE: tl.con
         error4 = _block_error(value4, x, s4, A, S, g, RECIPE)
         four = error4 < _block_error(value6, x, s6, A, S, g, RECIPE)
         y = tl.where(tl.expand_dims(four, -1), y4, y6)
-        s8 = tl.where(four, s4, s6).to(tl.float8e4nv)
+        stored = tl.where(four, s4, s6)
     if RECIPE[16]:
         y = _dither_e2m1(y, random)
     if VALUES:
         code = _round_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE)
     else:
         code = _encode_e2m1(y, TIES_EVEN, KEEP_SIGN, NAN_CODE)
-    return code, s8
+    return code, stored
 
 
 @triton.jit
 def _store(
     code,
-    s8,
+    s,
     q_ptr,
     s_ptr,
     rows,
@@ -229,7 +239,7 @@ def _store(
     """Store a tile [BM, BK] as packed codes and scales, or as decoded values q*s, padded to 16."""
     blocks = tl.cdiv(K, 16)
     if VALUES:
-        value = code * tl.expand_dims(_decode_e4m3(s8), -1)
+        value = code * tl.expand_dims(s, -1)
         value = tl.reshape(value, (BM, BK)).to(q_ptr.dtype.element_ty)
         k = column + tl.arange(0, BK)
         mask = row_mask[:, None] & (k < blocks * 16)[None, :]
@@ -242,7 +252,7 @@ def _store(
         tl.store(q_ptr + rows[:, None].to(tl.int64) * (K // 2) + p[None, :], packed, mask=mask)
         n = column // 16 + tl.arange(0, BK // 16)
         mask = row_mask[:, None] & (n < blocks)[None, :]
-        scales = tl.reshape(s8, (BM, BK // 16))
+        scales = _encode_e4m3(tl.reshape(s, (BM, BK // 16)))
         tl.store(s_ptr + rows[:, None].to(tl.int64) * blocks + n[None, :], scales, mask=mask)
 
 
@@ -281,8 +291,8 @@ def _quantize_piece(
     if RECIPE[16]:
         number = rows[:, None] * tl.cdiv(K, 16) + column // 16 + tl.arange(0, BK // 16)[None, :]
         random = _random_bytes(tl.load(seed_ptr), number)
-    code, s8 = _quantize_blocks(blocks, b, A, S, g, random, VALUES, RECIPE)
-    _store(code, s8, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
+    code, s = _quantize_blocks(blocks, b, A, S, g, random, VALUES, RECIPE)
+    _store(code, s, q_ptr, s_ptr, rows, row_mask, column, K, BM, BK, VALUES)
 
 
 @triton.jit
