@@ -13,6 +13,9 @@ NEEDED = (
     "minite_diag/report/templates/report.html.j2",
     "minite_diag/checkpoints/demo_moe/model.safetensors",
     "minite_diag/checkpoints/demo_moe/config.json",
+    "minite_diag/environments/sglang.txt",
+    "minite_diag/environments/sglang_stubs/sgl_kernel.py",
+    "minite_diag/environments/sglang_stubs/torchvision.py",
     "minite_diag/py.typed",
     "minite_kernels/nvfp4/recipe.py",
 )
