@@ -7,12 +7,15 @@ from dataclasses import replace
 import interpreter  # noqa: F401
 import pytest
 import torch
+import triton
+import triton.language as tl
 from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
 from torch import Tensor
 
 from minite_kernels.invariant.rms_norm import add_rms_norm, rms_norm
 from minite_kernels.invariant.silu_mul import silu_mul
 from minite_kernels.nvfp4 import grouped_linear
+from minite_kernels.nvfp4.format import decode_e2m1, encode_e2m1_stochastic, to_e4m3
 from minite_kernels.nvfp4.gemm import _ref as gemm_ref
 from minite_kernels.nvfp4.gemm import configs, gemm, linear
 from minite_kernels.nvfp4.grouped_gemm import (
@@ -26,6 +29,7 @@ from minite_kernels.nvfp4.grouped_gemm import (
     route,
 )
 from minite_kernels.nvfp4.quantize import _ref, _triton, quantize
+from minite_kernels.nvfp4.quantize import _triton_arithmetic as arithmetic
 from minite_kernels.nvfp4.quantize.fused import (
     add_rms_norm_quantize,
     rms_norm_quantize,
@@ -354,3 +358,30 @@ def test_experts_linear_gives_the_bits_of_quantize_and_grouped_gemm() -> None:
         experts_linear(x, b, routing.offsets, rows=rows, impl=impl) for impl in ("ref", "triton")
     )
     assert same(ours, ref)
+
+
+@triton.jit
+def _round_kernel(y_ptr, random_ptr, dithered_ptr, scale_ptr, N: tl.constexpr) -> None:
+    i = tl.arange(0, N)
+    y = tl.load(y_ptr + i)
+    dithered = arithmetic.dither_e2m1(y, tl.load(random_ptr + i))
+    tl.store(dithered_ptr + i, dithered)
+    tl.store(scale_ptr + i, _triton._encode_e4m3(_triton._round_e4m3(tl.minimum(tl.abs(y), 448.0))))
+
+
+def test_dither_and_e4m3_by_arithmetic_are_the_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(-7000, 7001, (4096,), generator=generator) / 1024.0
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (every[1:] + every[:-1]) / 2  # ties
+    y[: 127 + 126] = torch.cat((every, middle))
+    y[300:900] *= 2.0**-9  # subnormal scales
+    y[900:1500] *= 100.0
+    random = torch.randint(0, 256, y.shape, dtype=torch.uint8, generator=generator)
+    dithered = torch.empty_like(y)
+    scale = torch.empty(y.shape, dtype=torch.float8_e4m3fn)
+    _round_kernel[(1,)](y, random.to(torch.int32), dithered, scale, N=4096)
+    # Where a sum of the two meets a grid point within an ulp, FP32 rounds one of them.
+    expected = decode_e2m1(encode_e2m1_stochastic(y, random))
+    assert (dithered != expected).sum().item() <= 2
+    assert same(scale, to_e4m3(y.abs()))

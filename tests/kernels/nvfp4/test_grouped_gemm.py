@@ -9,6 +9,7 @@ from data import matrix
 from minite_kernels.nvfp4.gemm import gemm
 from minite_kernels.nvfp4.grouped_gemm import (
     combine,
+    combine_slots,
     gather,
     grouped_gemm,
     quantize_grouped,
@@ -137,3 +138,15 @@ def test_gather_and_combine_gradients_match_autograd() -> None:
             ours[1], w.grad, atol=1e-4
         )
         x.grad = w.grad = None
+
+
+def test_slots_in_place_are_summed_as_combine_does() -> None:
+    scores = torch.rand(9, 6, generator=torch.Generator().manual_seed(0))
+    routing = route(scores.topk(4).indices, 6)
+    y = matrix("heavy_t2", 36, 40).bfloat16()
+    weights = torch.rand(9, 4, generator=torch.Generator().manual_seed(1))
+    by_slot = y[routing.place].view(9, 4, 40)
+    expected = combine(y, routing, weights, out_dtype=torch.float32)
+    assert torch.equal(combine_slots(by_slot, weights), expected)
+    assert torch.equal(combine_slots(by_slot.float() * weights[..., None]), expected)
+    assert not torch.equal(combine_slots(by_slot.flip(1), weights.flip(1)), expected)
