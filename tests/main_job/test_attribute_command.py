@@ -25,7 +25,7 @@ from command import minite, planted
         ("activation_rounds_twice", "MD204", "model.layers.0.mlp.act_fn"),
         ("lm_head_bf16", "MD207", "lm_head"),
         ("embedding_scaled", "MD209", "model.embed_tokens"),
-        ("bias_dropped", "MD208", "model.layers.0.self_attn.o_proj"),
+        ("bias_dropped", "MD305", "model.layers.0.self_attn.o_proj"),
         ("stale_weight", "MD301", "model.layers.1.mlp.down_proj"),
     ],
 )

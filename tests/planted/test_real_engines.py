@@ -246,7 +246,7 @@ def nvfp4_vllm(compare, minite, tmp_path_factory):
     samplers += [f"vllm:checkpoint={variant(folder / 'base', folder / 'eps', rms_norm_eps=1e-4)}"]
     learner = f"vllm:checkpoint={folder / 'base'}"
     arguments = ("--model", "demo-moe", "--modes", "score", "--num-probes", "1")
-    run, pairs = compare("nvfp4-vllm", learner, samplers, *arguments)
+    _, pairs = compare("nvfp4-vllm", learner, samplers, *arguments)
     return dict(zip(["gemm", *edits, "eps"], pairs, strict=True))
 
 
