@@ -33,12 +33,8 @@ from minite_diag.engines.sglang_plugin.in_process import (
     InProcessScheduler,
 )
 from minite_diag.engines.sglang_plugin.layout import build_layout, expert_layers, linear_modules
-from minite_diag.engines.sglang_plugin.tensor_parallel import (
-    REASON,
-    SHARDED,
-    Preparation,
-    only_whole_sites,
-)
+from minite_diag.engines.sglang_plugin.shards import gather_into, shard_rules, whole_layout
+from minite_diag.engines.sglang_plugin.tensor_parallel import Preparation
 from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
 from minite_diag.plan import EngineSpec, Plan
 
@@ -106,12 +102,14 @@ class SglangEngine(Engine):
         self.runner = self.engine.runner
         self.model: nn.Module = self.runner.model
         layout = build_layout(self.model)
+        if self._ranks > 1:
+            layout = whole_layout(layout, shard_rules(self.model), self._ranks)
         self._check_installed(layout)
         return self._info(sglang.__version__, layout)
 
     @property
-    def _tensor_parallel(self) -> bool:
-        return int(self.engine.arguments.tp_size) > 1
+    def _ranks(self) -> int:
+        return int(self.engine.arguments.tp_size)
 
     def _arguments(self, config: dict[str, Any]) -> dict[str, Any]:
         options = self.spec.options
@@ -209,7 +207,6 @@ class SglangEngine(Engine):
             dtype=str(self.runner.model_config.dtype).removeprefix("torch."),
             layout=layout,
             evidence=evidence,
-            invisible=dict.fromkeys(SHARDED, REASON) if self._tensor_parallel else {},
             settings=readback.read_settings(scheduler),
         )
 
@@ -220,10 +217,15 @@ class SglangEngine(Engine):
                 "sglang in production settings reuses cached prefixes: they can't be observed",
                 "leave the option production out",
             )
-        if self._tensor_parallel:
-            only_whole_sites(recorder)
-        statics.write(self.model, recorder)
-        Observer(self.model, self.runner, self._running, recorder).attach()
+        if self._ranks > 1:
+            group = self.engine.scheduler.tp_group.cpu_group
+            gather_into(recorder, shard_rules(self.model), group)
+
+        def write() -> None:
+            statics.write(self.model, recorder)
+            Observer(self.model, self.runner, self._running, recorder).attach()
+
+        self.engine.observe(write, recorder)
 
     def score(self, sequence: TokenSequence) -> ScoredTokens:
         """Input logprobs of the whole sequence, alone in the batch."""

@@ -72,6 +72,7 @@ class Observer:
     ) -> None:
         self.model, self.runner, self.running, self.recorder = model, runner, running, recorder
         self._rows: list[tuple[Row, Running]] = []
+        self._count = 0
         self._head_rows: list[int] = []
         self._shard: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -106,6 +107,7 @@ class Observer:
         if batch.forward_mode.is_extend():
             lengths = list(batch.extend_seq_lens_cpu)
         self._rows = batch_rows(batch.positions.tolist(), lengths, batch.rids, self.running)
+        self._count = len(self._rows)
         self.recorder.begin_call([row for row, _ in self._rows])
 
     def _attach_module(self, name: str, module: nn.Module) -> None:
@@ -136,13 +138,13 @@ class Observer:
 
     def _record(self, native: str, kind: str, tensor: torch.Tensor) -> None:
         if self.recorder.active:
-            self.recorder.tensor(native, kind, tensor.reshape(len(self._rows), -1))
+            self.recorder.tensor(native, kind, tensor.reshape(self._count, -1))
 
     def _pass_on(self, native: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """Record; the same object, unless an intervention replaces it."""
         if not self.recorder.active:
             return tensor
-        rows = tensor.reshape(len(self._rows), -1)
+        rows = tensor.reshape(self._count, -1)
         new = pass_on(self.recorder, native, kind, rows)
         return tensor if new is rows else new.reshape(tensor.shape)
 
@@ -194,7 +196,7 @@ class Observer:
         if finished is None or not isinstance(recorder, IntervenedRecorder):
             return None
         total = (hidden.float() + residual.float()).to(residual.dtype)
-        new = recorder.replacement(finished, "output", total.reshape(len(self._rows), -1))
+        new = recorder.replacement(finished, "output", total.reshape(self._count, -1))
         return None if new is None else new.reshape(residual.shape)
 
     def _attach_attention(self, name: str, module: nn.Module) -> None:
@@ -342,6 +344,16 @@ class Observer:
             return value
 
         return tap
+
+
+class ShardObserver(Observer):
+    """The same hooks in a rank that is not the first: it knows no request and has no logits."""
+
+    def _begin(self, batch: Any) -> None:
+        self._count = len(batch.positions)
+
+    def _attach_head(self, module: Any) -> None:
+        pass
 
 
 class ExpertLoop:

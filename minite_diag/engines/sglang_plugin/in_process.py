@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from minite_diag.capture.recorder import Recorder
+from minite_diag.engines.sglang_plugin.shards import Errors
 from minite_diag.engines.sglang_plugin.tensor_parallel import (
     Preparation,
     bind_cores,
@@ -100,6 +102,7 @@ class InProcessScheduler:
         ports = PortArgs.init_new(self.arguments)
         self._followers = start_followers(self.arguments, ports, preparation)
         self._queued: list[Any] = []
+        self._recorder: Recorder | None = None
         try:
             self.scheduler: Any = start_scheduler(self.arguments, ports, 0)
         except BaseException:
@@ -123,7 +126,16 @@ class InProcessScheduler:
         """Bound the tokens of a prefill step from now on; None for no bound."""
         self._call("minite_chunk", tokens=tokens)
 
-    def _call(self, method: str, **parameters: int | None) -> None:
+    def observe(self, write: Callable[[], None], recorder: Recorder) -> None:
+        """Call `write`, which hooks this rank's model, while the other ranks hook theirs."""
+        observed = Errors(lambda sites: write())
+        self.scheduler.minite_observe = observed
+        self.scheduler.minite_active = lambda active: None
+        self._recorder = recorder
+        self._call("minite_observe", sites="\n".join(recorder.spec.sites))
+        observed.check()
+
+    def _call(self, method: str, **parameters: int | str | None) -> None:
         """Call a method of the scheduler in every rank."""
         from sglang.srt.managers.io_struct import RpcReqInput
 
@@ -139,6 +151,8 @@ class InProcessScheduler:
         Raises EngineError where a request was aborted or a log-probability is NaN.
         """
         self.outputs.results.clear()
+        if self._recorder is not None and self._followers:
+            self._call("minite_active", active=self._recorder.active)
         self._queued += [_tokenized(request) for request in requests]
         self._run_steps()
         found = [self.outputs.results.get(request.id, Generated()) for request in requests]

@@ -72,7 +72,7 @@ def build_layout(model: nn.Module) -> Layout:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     parts: dict[str, tuple[Part, ...]] = {}
     for name, module in linear_modules(model):
-        sizes = _partition_sizes(module)
+        sizes = partition_sizes(module)
         if len(sizes) == 1:
             continue
         leaf = name.rpartition(".")[2]
@@ -88,7 +88,8 @@ def build_layout(model: nn.Module) -> Layout:
     return Layout(parts)
 
 
-def _partition_sizes(module: Any) -> list[int]:
+def partition_sizes(module: Any) -> list[int]:
+    """Output features of each fused part, of this rank."""
     if hasattr(module, "total_num_kv_heads"):
         query = int(module.num_heads) * int(module.head_size)
         key = int(module.num_kv_heads) * int(module.head_size)

@@ -55,6 +55,8 @@ def _write_others(model: nn.Module, recorder: Recorder) -> None:
 
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, VocabParallelEmbedding):
-            recorder.static(name, "weight", module.weight.data[: module.org_vocab_size])
+            # A shard of a padded vocabulary is cut where it is put together.
+            rows = module.org_vocab_size if module.tp_size == 1 else len(module.weight)
+            recorder.static(name, "weight", module.weight.data[:rows])
         elif "RMSNorm" in type(module).__name__ and isinstance(module.weight, torch.Tensor):
             recorder.static(name, "weight", module.weight.data)

@@ -1,43 +1,24 @@
-"""The other ranks of a tensor-parallel SGLang, each a process, and what rank 0 can show of the whole.
+"""The other ranks of a tensor-parallel SGLang, each a process.
 
-Knows SGLang's start-up and site names. A rank runs SGLang's own event loop: it gets the requests
-that rank 0 broadcasts. Invariant: a rank dies with its parent, and only tensors that rank 0 holds
-whole are recorded; the rest is said to be invisible.
+Knows SGLang's start-up; no plan. A rank runs SGLang's own event loop: it gets the requests that
+rank 0 broadcasts, and with them the calls of this package. Invariant: a rank dies with its parent.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from minite_diag.alignments.base import apply_replacements
-from minite_diag.capture.interventions import IntervenedRecorder
-from minite_diag.capture.recorder import Recorder
-from minite_diag.engines.sglang_plugin import nvfp4_methods
-from minite_diag.errors import EngineUnavailable
-from minite_diag.site import matches
-
-SHARDED: Final = (
-    "*_proj:*",
-    "*.q_norm:*put",
-    "*.k_norm:*put",
-    "*.q_rope:*",
-    "*.k_rope:*",
-    "*.attn:*",
-    "*.act_fn:*",
-    "*.experts:output",
-    "*embed_tokens:weight",
-    "lm_head:weight",
-)
-"""Sites of which a rank holds a part, or a partial sum."""
-
-REASON: Final = "tensor parallel: a rank holds a part of it"
+from minite_diag.engines.sglang_plugin import nvfp4_methods, statics
+from minite_diag.engines.sglang_plugin.hooks import ShardObserver
+from minite_diag.engines.sglang_plugin.layout import build_layout
+from minite_diag.engines.sglang_plugin.shards import ShardRecorder, shard_rules
 
 
 @dataclass(frozen=True)
@@ -65,7 +46,7 @@ def bind_cores(ranks: int) -> None:
 def start_scheduler(arguments: Any, ports: Any, rank: int) -> Any:
     """SGLang's Scheduler of one rank in this process; waits for the other ranks.
 
-    It gets two methods that every rank must call alike: SGLang's remote calls find them by name.
+    It gets methods that every rank must call alike: SGLang's remote calls find them by name.
     """
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -78,6 +59,27 @@ def start_scheduler(arguments: Any, ports: Any, rank: int) -> Any:
     return scheduler
 
 
+def contribute(scheduler: Any) -> None:
+    """Let rank 0's calls hook this rank's model, so that its shards are gathered."""
+    runner = scheduler.tp_worker.model_runner
+    recorders: list[ShardRecorder] = []
+
+    def observe(sites: str) -> None:
+        rules = shard_rules(runner.model)
+        layout = build_layout(runner.model)
+        group = scheduler.tp_group.cpu_group
+        recorder = ShardRecorder(layout, tuple(sites.split("\n")), rules, group)
+        statics.write(runner.model, recorder)
+        ShardObserver(runner.model, runner, {}, recorder).attach()
+        recorders.append(recorder)
+
+    def activate(active: bool) -> None:
+        for recorder in recorders:
+            recorder.active = active
+
+    scheduler.minite_observe, scheduler.minite_active = observe, activate
+
+
 def follow(arguments: Any, ports: Any, rank: int, preparation: Preparation) -> None:
     """The body of a rank's process: SGLang's own event loop."""
     from sglang.srt.plugins import load_plugins
@@ -86,7 +88,9 @@ def follow(arguments: Any, ports: Any, rank: int, preparation: Preparation) -> N
     kill_itself_when_parent_died()
     preparation.apply()
     load_plugins()
-    start_scheduler(arguments, ports, rank).run_event_loop()
+    scheduler = start_scheduler(arguments, ports, rank)
+    contribute(scheduler)
+    scheduler.run_event_loop()
 
 
 def start_followers(arguments: Any, ports: Any, preparation: Preparation) -> list[BaseProcess]:
@@ -100,19 +104,3 @@ def start_followers(arguments: Any, ports: Any, preparation: Preparation) -> lis
         process.start()
         followers.append(process)
     return followers
-
-
-def only_whole_sites(recorder: Recorder) -> None:
-    """Make a recorder want what rank 0 holds whole; raises EngineUnavailable for interventions."""
-    if isinstance(recorder, IntervenedRecorder):
-        raise EngineUnavailable(
-            "sglang takes interventions with one rank only", "run it without the option tp_size"
-        )
-    wants: Callable[[str, str], bool] = recorder.wants
-
-    def whole(native: str, kind: str) -> bool:
-        parts = recorder.layout.parts.get(native)
-        names = [part.fqn for part in parts] if parts else [native]
-        return wants(native, kind) and not any(matches(name, kind, SHARDED) for name in names)
-
-    recorder.wants = whole  # type: ignore[method-assign]
