@@ -245,14 +245,15 @@ def _environment(before: Path, after: Path) -> Iterator[Json]:
     """What the engines' manifests say differently: versions, machine, settings, environment."""
     old, new = (read_manifests(run, read_plan(run)) for run in (before, after))
     for engine in [name for name in old if name in new]:
-        facts = _facts(old[engine]), _facts(new[engine])
+        facts = facts_of(old[engine]), facts_of(new[engine])
         for key, (was, now) in _differing(*facts):
             if any(fnmatch.fnmatchcase(key, glob) for glob in _OF_ONE_RUN):
                 continue
             yield {"engine": engine, "key": key, "before": was, "after": now}
 
 
-def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine's manifest says about itself, flat: name -> value."""
     flat: dict[str, Any] = {
         key: manifest.get(key) for key in ("label", "version", "device", "dtype", "status")
     }

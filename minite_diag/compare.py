@@ -8,6 +8,7 @@ rows are ever in memory.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,13 +21,14 @@ from minite_diag.canonical.names import STATIC, SequenceKey
 from minite_diag.compare_site import SequencePair, Side, Unpaired, invisible_reason
 from minite_diag.plan import Plan, read_plan
 from minite_diag.site import Site
-from minite_diag.trace.schema import COMPARISON, LOGPROBS, TableWriter
+from minite_diag.trace.schema import COMPARISON, LOGPROBS, SCALES, TableWriter
 from minite_diag.trace.store import Trace
 
 __all__ = ["Side", "compare", "compare_logprobs", "compare_sites", "invisible_reason"]
 
 COMPARISON_FILE: Final = "comparison.parquet"
 LOGPROBS_FILE: Final = "logprobs.parquet"
+SCALES_FILE: Final = "scales.parquet"
 
 RELEASE_BYTES: Final = 16 << 20
 """Bytes read from a trace before its pages are let go."""
@@ -35,8 +37,8 @@ RELEASE_BYTES: Final = 16 << 20
 def compare(run: Path, out: Path | None = None) -> None:
     """Compare the learner with each sampler, and the samplers with each other.
 
-    Writes comparison.parquet and logprobs.parquet to `out` (default: the run); raises TraceError
-    for a damaged run.
+    Writes comparison.parquet, scales.parquet and logprobs.parquet to `out` (default: the run);
+    raises TraceError for a damaged run.
     """
     out = run if out is None else out
     plan = read_plan(run)
@@ -47,10 +49,16 @@ def compare(run: Path, out: Path | None = None) -> None:
     }
     pairs = [(usable[a], usable[b]) for a, b in plan.pairs if a in usable and b in usable]
     with one_thread():
-        with TableWriter(out / COMPARISON_FILE, COMPARISON) as table:
+        with (
+            TableWriter(out / COMPARISON_FILE, COMPARISON) as table,
+            TableWriter(out / SCALES_FILE, SCALES) as scales,
+        ):
             for baseline, target in pairs:
-                for row in compare_sites(baseline, target):
+                counts = ScaleCounts()
+                for row in compare_sites(baseline, target, counts):
                     table.append(row)
+                for row in counts.rows():
+                    scales.append({"baseline": baseline.trace.id, "target": target.trace.id} | row)
         with TableWriter(out / LOGPROBS_FILE, LOGPROBS) as table:
             for baseline, target in pairs:
                 for row in compare_logprobs(plan, baseline, target):
@@ -73,15 +81,48 @@ def _is_usable(run: Path, engine_id: str) -> bool:
     return (folder / "tokens.parquet").exists() and (folder / "calls.parquet").exists()
 
 
-def compare_sites(baseline: Side, target: Side) -> Iterator[dict[str, Any]]:
-    """One row per site and sequence of either side, in the baseline's execution order."""
+class ScaleCounts:
+    """Blocks by E4M3 byte of both sides, summed by mode, kind and layer."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, int | None], torch.Tensor] = defaultdict(
+            lambda: torch.zeros(2, 256, dtype=torch.int64)
+        )
+
+    def add(self, mode: str, site: Site, counts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Add one site's blocks: [256] of each side."""
+        self._sums[mode, site.kind, site.layer_index] += torch.stack(counts)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One row per mode, kind, layer and byte that occurs."""
+        for (mode, kind, layer), both in self._sums.items():
+            for code in both.sum(0).nonzero().reshape(-1).tolist():
+                yield {
+                    "mode": mode,
+                    "kind": kind,
+                    "layer_index": layer,
+                    "code": code,
+                    "baseline_blocks": int(both[0, code]),
+                    "target_blocks": int(both[1, code]),
+                }
+
+
+def compare_sites(
+    baseline: Side, target: Side, scales: ScaleCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """One row per site and sequence of either side, in the baseline's execution order.
+
+    The block scales that were compared are counted in `scales`.
+    """
     for key in dict.fromkeys([*baseline.sites, *target.sites]):
-        yield from _compare_sequence(baseline, target, key)
+        yield from _compare_sequence(baseline, target, key, scales)
         baseline.trace.release()
         target.trace.release()
 
 
-def _compare_sequence(baseline: Side, target: Side, key: SequenceKey) -> Iterator[dict[str, Any]]:
+def _compare_sequence(
+    baseline: Side, target: Side, key: SequenceKey, scales: ScaleCounts | None
+) -> Iterator[dict[str, Any]]:
     pair = SequencePair(baseline, target, key)
     order = target.order(key) | baseline.order(key)
     sites = sorted(order, key=lambda s: (order[s], s))
@@ -96,7 +137,10 @@ def _compare_sequence(baseline: Side, target: Side, key: SequenceKey) -> Iterato
     for site in sites:
         row = _row(baseline, target, key, site, order[site])
         try:
-            row |= pair.compare(site)
+            found = pair.measure(site)
+            row |= found.row
+            if scales is not None and found.scale_counts is not None:
+                scales.add(key.mode, site, found.scale_counts)
         except Unpaired as unpaired:
             row |= _skip(str(unpaired))
         yield row

@@ -70,6 +70,18 @@ class Side:
         return execution_order(found) if isinstance(found, Sites) else {}
 
 
+@dataclass(frozen=True)
+class SiteResult:
+    """Columns of the `comparison` table that depend on the tensors.
+
+    `scale_counts`: blocks by E4M3 byte, [256] for each side, of block scales; blocks of zeros are
+    not counted.
+    """
+
+    row: dict[str, Any]
+    scale_counts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 class SequencePair:
     """The sites of one sequence in two traces."""
 
@@ -80,13 +92,17 @@ class SequencePair:
             baseline.sites.get(key, {}),
             target.sites.get(key, {}),
         )
-        self._results: OrderedDict[Any, dict[str, Any]] = OrderedDict()
+        self._results: OrderedDict[Any, SiteResult] = OrderedDict()
 
     def compare(self, site: Site) -> dict[str, Any]:
-        """Columns of the `comparison` table that depend on the tensors; raises Unpaired."""
+        """The row of a site; raises Unpaired."""
+        return self.measure(site).row
+
+    def measure(self, site: Site) -> SiteResult:
+        """The row of a site, and the counts of its block scales; raises Unpaired."""
         pieces = self._pieces(0, site), self._pieces(1, site)
         if not pieces[0][0].ref.file or not pieces[1][0].ref.file:
-            return _compare_statistics(*pieces)
+            return SiteResult(_compare_statistics(*pieces))
         identity = self._identity(site, *pieces)
         if identity not in self._results:
             self._results[identity] = self._compare(site, *pieces)
@@ -144,7 +160,7 @@ class SequencePair:
             return None, None
         return x, y
 
-    def _compare(self, site: Site, mine: list[Piece], theirs: list[Piece]) -> dict[str, Any]:
+    def _compare(self, site: Site, mine: list[Piece], theirs: list[Piece]) -> SiteResult:
         x, y = read_site(self.traces[0], mine), read_site(self.traces[1], theirs)
         row: dict[str, Any] = {
             "status": "compared",
@@ -158,7 +174,7 @@ class SequencePair:
             row["first_row"] = None
         elif row.get("first_row") is not None:
             row["first_row"] = int(x.positions[row["first_row"]])
-        return row
+        return SiteResult(row, row.pop("scale_counts", None))
 
     def _metrics_of(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         if site.kind in CODE_KINDS:
@@ -194,6 +210,8 @@ class SequencePair:
         shift = self._scale_shift(site, x, y, counted)
         if shift is not None:
             row["reason"] = f"effective scales equal (global scale shifted by 2^{shift})"
+        if x.dtype == y.dtype == torch.float8_e4m3fn:
+            row["scale_counts"] = _counts(x, counted), _counts(y, counted)
         return row
 
     def _scale_shift(
@@ -229,6 +247,12 @@ class SequencePair:
             "agreement": float(same.double().mean()),
             "first_row": None,
         }
+
+
+def _counts(scales: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    bits = metrics.as_bits(scales)
+    chosen = bits.reshape(-1) if counted is None else bits[counted]
+    return torch.bincount(chosen, minlength=256)
 
 
 def paired_tensors(pair: SequencePair, site: Site) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,6 +108,18 @@ COMPARISON: Final = _table(
     ("first_row", _I, "first token position that differs; null if none"),
 )
 
+SCALES: Final = _table(
+    "scales",
+    ("baseline", _S, "engine id of the baseline (the learner)"),
+    ("target", _S, "engine id of the target"),
+    ("mode", _S, "score, sample, or static for weights"),
+    ("kind", _S, "weight_block_scale or act_block_scale"),
+    ("layer_index", _I, "decoder layer; null outside"),
+    ("code", _I, "block scale as an E4M3 byte"),
+    ("baseline_blocks", pa.int64(), "blocks of the baseline with this scale"),
+    ("target_blocks", pa.int64(), "blocks of the target with this scale"),
+)
+
 LOGPROBS: Final = _table(
     "logprobs",
     ("baseline", _S, "engine id of the baseline (the learner)"),
@@ -142,7 +154,7 @@ ATTRIBUTION: Final = _table(
 
 TABLES: Final = {
     t.metadata[b"table"].decode(): t
-    for t in (TOKENS, CALLS, TENSORS, COMPARISON, LOGPROBS, ATTRIBUTION)
+    for t in (TOKENS, CALLS, TENSORS, COMPARISON, SCALES, LOGPROBS, ATTRIBUTION)
 }
 
 

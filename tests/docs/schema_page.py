@@ -12,6 +12,7 @@ WHERE = {
     "calls": "`traces/ENGINE/calls.parquet`: which token each row of each forward pass is.",
     "tensors": "`traces/ENGINE/tensors/index-*.parquet`: where each captured tensor lies.",
     "comparison": "`comparison.parquet`: one row for each site, sequence and pair; a skip is a row.",
+    "scales": "`scales.parquet`: how often each block scale occurs on either side, by layer.",
     "logprobs": "`logprobs.parquet`: both sides' log-probability of each token.",
     "attribution": "`attribution.parquet`: findings and analyses, one row each.",
 }
