@@ -287,6 +287,13 @@ def align(
         ),
     ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List alignments, and stop.")] = False,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="Then leave each out: is the gap attributed to it?"),
+    ] = False,
+    price: Annotated[
+        bool, typer.Option("--price", help="Then time both engines without hooks.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
 ) -> None:
     """Run the same plan again with alignments added one by one: how far the gap closes."""
@@ -296,16 +303,19 @@ def align(
         if list_all:
             for found in known_alignments().values():
                 kind = "kernels" if found.kernels else "settings"
-                typer.echo(f"{found.name:14} {kind:9} {', '.join(found.engines):14} {found.title}")
+                typer.echo(f"{found.name:18} {kind:9} {', '.join(found.engines):22} {found.title}")
                 for engine, how in found.engines.items():
-                    typer.echo(f"{'':14} {'':9} {engine}: versions {how.versions}")
+                    device = f", {how.device}" if how.device else ""
+                    typer.echo(f"{'':18} {'':9} {engine}: versions {how.versions}{device}")
             raise typer.Exit
         if run is None:
             raise UsageError("no run directory", "minite-diag align RUN, or align --list")
         resolve_alignments(name or [])
         from minite_diag.compare_command import CompareFlow
 
-        result = CompareFlow(console(), progress=shows_progress()).align(run, name or [])
+        result = CompareFlow(console(), progress=shows_progress()).align(
+            run, name or [], without=leave_one_out, price=price
+        )
         if as_json:
             typer.echo(json.dumps(result, indent=1))
         raise typer.Exit(EXIT_CODES[result["after"]["verdict"]])

@@ -82,12 +82,12 @@ class CompareFlow:
         print_summary(summary, self.console)
         return found
 
-    def align(self, run: Path, names: list[str]) -> dict[str, Any]:
+    def align(self, run: Path, names: list[str], *, without: bool, price: bool) -> dict[str, Any]:
         """Climb the alignment ladder of a stored run; returns the align object."""
         from minite_diag.align import align
         from minite_diag.report.console import print_ladder
 
-        result = align(run, names, self.say, self._report)
+        result = align(run, names, self.say, self._report, without=without, price=price)
         print_ladder(result, self.console)
         return result
 

@@ -217,6 +217,8 @@ def with_alignments(request: CompareRequest) -> CompareRequest:
     Raises UsageError for an unknown alignment, or one that names none of the request's engines.
     """
     names = resolve_alignments(request.align)
+    if "all" in request.align:
+        names = tuple(name for name in names if _is_for(name, request))
     exports: dict[str, str] = {}
     for name in names:
         alignment = known_alignments()[name]
@@ -235,6 +237,25 @@ def with_alignments(request: CompareRequest) -> CompareRequest:
         export_recipe=exports.get("recipe", request.export_recipe),
         layout=exports.get("layout", request.layout),
     )
+
+
+def _is_for(name: str, request: CompareRequest) -> bool:
+    """Whether `all` stands for this alignment too, on the devices that the engines will use."""
+    found = [
+        (engine, application(name, engine.name)) for engine in (request.learner, *request.samplers)
+    ]
+    return known_alignments()[name].in_ladder and any(
+        how is not None and how.device in ("", _device(engine)) for engine, how in found
+    )
+
+
+def _device(engine: EngineRequest) -> str:
+    """Cpu or cuda, as the engines choose: by their option, or by what torch sees here."""
+    import torch
+
+    named = engine.options.get("device")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return default if named is None else named.partition(":")[0]
 
 
 def _own_alignments(engine: EngineRequest) -> tuple[str, ...]:

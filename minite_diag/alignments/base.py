@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,7 +27,7 @@ ENVIRONMENT: Final = "MINITE_DIAG_ALIGN"
 
 @dataclass(frozen=True)
 class Application:
-    """What an alignment does in one engine.
+    """What an alignment does in one engine of `versions` on `device` (cpu, cuda; empty: both).
 
     `environment` is set before the engine's library is imported; `options` override the plan's
     options of the engine; `replacements` are (op, "module:function"): the function takes the
@@ -34,6 +35,7 @@ class Application:
     """
 
     versions: str = ""
+    device: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     replacements: tuple[tuple[str, str], ...] = ()
@@ -44,7 +46,8 @@ class Alignment:
     """A named alignment.
 
     `export` overrides the export's recipe or layout; `kernels` says whether it puts our ops into
-    the engines (False: settings that users can deploy today).
+    the engines (False: settings that users can deploy today). `in_ladder` alignments are climbed
+    without being named.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Alignment:
     engines: dict[str, Application]
     export: dict[str, str] = field(default_factory=dict)
     kernels: bool = False
+    in_ladder: bool = True
 
 
 def load_object(target: str) -> Any:
@@ -88,6 +92,31 @@ def resolve_alignments(names: Sequence[str]) -> tuple[str, ...]:
 def application(name: str, engine: str) -> Application | None:
     """What an alignment does in an engine; None where the engine's own op is kept."""
     return known_alignments()[name].engines.get(engine)
+
+
+def apply_environment(engine: str, names: Sequence[str]) -> dict[str, str]:
+    """Set the variables of the named alignments in this process; returns what was set.
+
+    To be called before the engine's library is imported: some read them then.
+    """
+    wanted: dict[str, str] = {}
+    for name in names:
+        found = application(name, engine)
+        wanted |= found.environment if found else {}
+    os.environ.update(wanted)
+    return wanted
+
+
+def check_device(engine: str, names: Sequence[str], device: str) -> None:
+    """Raise EngineError for an alignment that is for another kind of device than `device`."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    for name in names:
+        found = application(name, engine)
+        if found is not None and found.device not in ("", kind):
+            raise EngineError(
+                f"alignment {name!r} does nothing in {engine} on {kind}: it is for {found.device}",
+                "leave it out",
+            )
 
 
 def apply_replacements(engine: str, names: Sequence[str], model: Any) -> dict[str, list[str]]:

@@ -37,9 +37,55 @@ def _settings(recipe: str) -> dict[str, Application]:
     return {"te": Application("any", options={"recipe": recipe}), **any_sampler}
 
 
+_EXACT_MATH: Final = {
+    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH": "1",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH": "1",
+}
+
 ALIGNMENTS: Final = {
     alignment.name: alignment
     for alignment in (
+        Alignment(
+            "exact-fp4-math",
+            "exact FP4 quantization: FlashInfer in Transformer Engine's order, no fast math",
+            {
+                "te": Application("any", "cuda", environment={"NVTE_USE_FAST_MATH": "0"}),
+                "vllm": Application("any", "cuda", environment=_EXACT_MATH),
+                "sglang": Application("any", "cuda", environment=_EXACT_MATH),
+            },
+        ),
+        Alignment(
+            "batch-invariant",
+            "the sampler's own batch-invariant kernels",
+            {"vllm": Application(">=0.12", "cuda", environment={"VLLM_BATCH_INVARIANT": "1"})},
+        ),
+        Alignment(
+            "decode-as-prefill",
+            "attention of a decoded token in one piece, as in prefill",
+            {"vllm": Application(">=0.30", "cpu", environment={"VLLM_CPU_ATTN_SPLIT_KV": "0"})},
+        ),
+        Alignment(
+            "whole-prefill",
+            "no chunked prefill: a prompt is one forward pass",
+            {
+                "vllm": Application("any", options={"max_num_batched_tokens": "16384"}),
+            },
+            in_ladder=False,
+        ),
+        Alignment(
+            "row-scale",
+            "one activation scale per token (TE row-scaled, SGLang per token), 1x16 weights",
+            {
+                "te": Application("any", options={"recipe": "te-row-scaled"}),
+                "sglang": Application(
+                    "==0.5.23",
+                    "cuda",
+                    environment={"SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION": "1"},
+                ),
+            },
+            export={"recipe": "te-1d"},
+            in_ladder=False,
+        ),
         Alignment(
             "weights",
             "export the sampler's weights with the learner's codes and scales (1x16)",

@@ -116,24 +116,39 @@ def aligned_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Q [1, H, T, D] over k, v [1, Hkv, L, D], causal: [1, T, H, D]; one unpadded sequence."""
-    if query.shape[0] != 1:
-        raise EngineError("aligned attention takes one sequence at a time", "score them one by one")
-    q_THD, k_LHD, v_LHD = (t[0].transpose(0, 1) for t in (query, key, value))
-    length = k_LHD.shape[0]
+    """Q [B, H, T, D] over k, v [B, Hkv, L, D], causal: [B, T, H, D].
+
+    A batch has to be padded on the right: real tokens then never see padding, and a padded row's
+    result is nobody's. Each sequence gets the bits that it has alone.
+    """
+    batch, tokens, dim = query.shape[0], query.shape[2], query.shape[3]
+    if attention_mask is not None and not _is_right_padded(attention_mask):
+        raise EngineError(
+            "aligned attention takes batches that are padded on the right only",
+            "set the tokenizer's padding_side to 'right', or score the sequences one by one",
+        )
+    q_TBHD = query.transpose(1, 2).flatten(0, 1)
+    k_BLHD, v_BLHD = key.transpose(1, 2), value.transpose(1, 2)
     device = query.device
     out = paged_attention(
-        q_THD,
-        k_LHD[None],
-        v_LHD[None],
-        torch.zeros(1, 1, dtype=torch.int32, device=device),
-        torch.tensor([0, q_THD.shape[0]], device=device),
-        torch.tensor([length], dtype=torch.int32, device=device),
-        scale=scaling if scaling is not None else q_THD.shape[-1] ** -0.5,
+        q_TBHD,
+        k_BLHD,
+        v_BLHD,
+        torch.arange(batch, dtype=torch.int32, device=device)[:, None],
+        torch.arange(batch + 1, device=device) * tokens,
+        torch.full((batch,), k_BLHD.shape[1], dtype=torch.int32, device=device),
+        scale=scaling if scaling is not None else dim**-0.5,
     )
-    return out[None], None
+    return out.unflatten(0, (batch, tokens)), None
+
+
+def _is_right_padded(mask: torch.Tensor) -> bool:
+    """Whether every query of a mask [B, 1, T, L] sees the first key (bool, or additive)."""
+    first = mask[:, 0, :, 0]
+    seen = first if first.dtype == torch.bool else first == 0
+    return bool(seen.all())
 
 
 class AlignedSiLU(nn.Module):

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from minite_diag.alignments.base import apply_environment, check_device
 from minite_diag.capture.interventions import IntervenedRecorder, Intervention, OperandOutput
 from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, SequenceSpec
 from minite_diag.capture.worker import EXIT_ERROR, Progress, _error_record, _follow_parent
@@ -38,8 +39,10 @@ class LiveEngine:
         self.run, self.plan, self.spec = run, plan, spec
         self.folder = run / LIVE_FOLDER / spec.id
         self.folder.mkdir(parents=True, exist_ok=True)
+        apply_environment(spec.engine, spec.align)
         self.engine: Engine = load_engine_class(spec.engine)()
         self.info: EngineInfo = self.engine.load(spec, plan)
+        check_device(spec.engine, spec.align, self.info.device)
         self.recorder: IntervenedRecorder | None = None
         self._traces: dict[str, Trace] = {}
         self._sides: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from minite_diag import __version__
+from minite_diag.alignments.base import apply_environment, check_device
 from minite_diag.capture.environment import (
     bit_changing_environment,
     installed_versions,
@@ -82,8 +83,10 @@ class Capture:
         """Load the engine and hook it."""
         self.writer.manifest(self.record)
         began = time.monotonic()
+        apply_environment(self.spec.engine, self.spec.align)
         engine = load_engine_class(self.spec.engine)()
         info = engine.load(self.spec, self.plan)
+        check_device(self.spec.engine, self.spec.align, info.device)
         self.record["seconds"]["load"] = time.monotonic() - began
         self.record.update(_describe(info))
         self.recorder = Recorder(self.writer, self.plan.capture, info.layout)

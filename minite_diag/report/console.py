@@ -174,6 +174,10 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
     for rung in result["ladder"]:
         table.add_row(_plain(rung["rung"]), *words.rung_cells(rung))
     console.print(table)
+    backward = [rung for rung in result["ladder"] if rung.get("backward")]
+    for said in dict.fromkeys(rung["backward"] for rung in backward):
+        rungs = ", ".join(rung["rung"] for rung in backward if rung["backward"] == said)
+        _line(console, "backward", f"{said}: {rungs}")
     for rung in result["ladder"]:
         for error in rung["error"]:
             _line(console, rung["rung"], f"{error['message']} -> {error['hint']}", "red")
@@ -182,3 +186,7 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
         kept = {k: v for k, v in ops.items() if k != "engine"}
         text = "; ".join(f"{status}: {', '.join(names)}" for status, names in kept.items())
         _line(console, ops["engine"], text)
+    for row in result["bare_price"] or []:
+        _line(console, "price", f"{row['engine']}: {words.bare_price(row)}")
+    for row in result["left_out"] or []:
+        _line(console, "without", f"{row['left_out']}: {words.left_out(row)}")

@@ -220,3 +220,25 @@ def last_native(ladder: list[dict[str, Any]]) -> str:
         f"settings only, no op of ours: {settings[-1]['rung']} "
         f"(score |dlogp| {number(gap.get('mean_abs'))}); end: {end['rung']}, {reached}"
     )
+
+
+def left_out(row: dict[str, Any]) -> str:
+    """What came back without one alignment, and whether the causes say which one it was."""
+    gap = ((row["logprob"] or {}).get("score") or {}).get("mean_abs")
+    if row["attributed"] is None:
+        return f"nothing comes back (score |dlogp| {number(gap)})"
+    codes = ", ".join(dict.fromkeys(cause["code"] for cause in row["causes"]))
+    first = row["first_divergence"]
+    where = f"first split {first['site']}:{first['kind']}; " if first else ""
+    named = "named" if row["attributed"] else "NOT named"
+    return f"score |dlogp| {number(gap)}; {where}causes {codes}: {named}"
+
+
+def bare_price(row: dict[str, Any]) -> str:
+    """Tokens per second without hooks, against the engine as it is."""
+    if row["error"]:
+        return f"not measured: {row['error']}"
+    return (
+        f"{row['tokens_per_second']:.0f} tokens/s, {row['tokens_per_second_before']:.0f} as it is "
+        f"({row['speed_ratio']:.2f}x), without hooks"
+    )

@@ -68,4 +68,4 @@ def test_third_parties_add_theirs_by_entry_point(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert known_alignments()["mine"].title == "theirs"
     # The bundled ones can't be replaced, and keep their places.
-    assert next(iter(known_alignments())) == "weights"
+    assert next(iter(known_alignments())) == "exact-fp4-math"

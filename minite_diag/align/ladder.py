@@ -1,4 +1,4 @@
-"""The align stage: the same plan with alignments added one by one, and what each of them closes.
+"""The ladder: the same plan with alignments added one by one, and what each of them closes.
 
 Every rung is a whole run of its own under `RUN/align/`, captured and compared like the first.
 Invariant: a rung that could not be measured is in the ladder with its error, and the share that a
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from minite_diag.align.leave_one_out import leave_one_out
+from minite_diag.align.price import bare_price
 from minite_diag.alignments.base import application, known_alignments, resolve_alignments
 from minite_diag.capture.runner import Report, capture
 from minite_diag.compare import compare
@@ -26,8 +28,19 @@ ALIGN_SCHEMA: Final = 1
 Say = Callable[[str], None]
 
 
-def align(run: Path, names: Sequence[str], say: Say, report: Report) -> dict[str, Any]:
-    """Climb the ladder; returns {"schema", "before", "after", "ladder"} and writes align.json.
+def align(
+    run: Path,
+    names: Sequence[str],
+    say: Say,
+    report: Report,
+    *,
+    without: bool = False,
+    price: bool = False,
+) -> dict[str, Any]:
+    """Climb the ladder; returns the object below and writes align.json.
+
+    {"schema", "before", "after", "ladder", "left_out", "bare_price"}: `left_out` with `without`,
+    one row for each alignment that was left out alone; `bare_price` with `price`.
 
     `names` are alignments, or none or `all`: those that do something in this run's engines, until
     every bit is equal; ops that are equal without us stay native. Rungs that were measured before
@@ -35,8 +48,13 @@ def align(run: Path, names: Sequence[str], say: Say, report: Report) -> dict[str
     """
     request = read_request(run)
     plan = read_plan(run)
-    chosen = [name for name in resolve_alignments(names or ["all"]) if _applies(name, plan)]
     before = summarize(run)
+    asked = not names or "all" in names
+    chosen = [
+        name
+        for name in resolve_alignments(names or ["all"])
+        if _applies(name, plan, before, unasked=asked)
+    ]
     ladder = [_rung("as it is", (), plan, before, before)]
     after = before
     for count, name in enumerate(chosen, start=1):
@@ -48,7 +66,21 @@ def align(run: Path, names: Sequence[str], say: Say, report: Report) -> dict[str
         if _is_zero(after) and (not names or "all" in names):
             say("bitwise zero: the engines' own ops are kept from here on")
             break
-    result = {"schema": ALIGN_SCHEMA, "before": before, "after": after, "ladder": ladder}
+    climbed = tuple(ladder[-1]["alignments"])
+
+    def measure(others: tuple[str, ...], folder: str) -> dict[str, Any]:
+        say(folder)
+        return _measure(request, run / "align" / folder, others, say, report)
+
+    left_out = leave_one_out(run, climbed, measure, report) if without else None
+    result = {
+        "schema": ALIGN_SCHEMA,
+        "before": before,
+        "after": after,
+        "ladder": ladder,
+        "left_out": left_out,
+        "bare_price": bare_price(run, Path(ladder[-1]["run"]), report) if price else None,
+    }
     (run / ALIGN_JSON).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
@@ -62,11 +94,15 @@ def _is_zero(summary: dict[str, Any]) -> bool:
     )
 
 
-def _applies(name: str, plan: Plan) -> bool:
+def _applies(name: str, plan: Plan, before: dict[str, Any], *, unasked: bool) -> bool:
     """Whether the alignment does something in an engine of the plan, and has an op to do it on."""
     if name in ("router", "experts") and not any(".experts." in n for n in plan.quantized):
         return False
-    return any(application(name, spec.engine) is not None for spec in plan.engines)
+    if unasked and not known_alignments()[name].in_ladder:
+        return False
+    devices = {e["id"]: "cpu" if e["device"] == "cpu" else "cuda" for e in before["engines"]}
+    found = [(spec, application(name, spec.engine)) for spec in plan.engines]
+    return any(how is not None and how.device in ("", devices[spec.id]) for spec, how in found)
 
 
 def _measure(
@@ -99,6 +135,7 @@ def _rung(
         "sides": [s.role for s in plan.engines if names and names[-1] in s.align],
         "kernels": bool(newest and newest.kernels),
         "learner_recipe": plan.learner.options.get("recipe", "te"),
+        "backward": backward_of(plan),
         "export_recipe": plan.export_recipe,
         "verdict": summary["verdict"],
         "error": [e["error"] for e in summary["engines"] if e["error"]],
@@ -112,6 +149,21 @@ def _rung(
             for engine, old in zip(summary["engines"], before["engines"], strict=True)
         ],
     }
+
+
+def backward_of(plan: Plan) -> str | None:
+    """How the learner's dgrad and wgrad compute under its recipe; None without quantized linears.
+
+    An alignment changes the forward rule of activations and weights; the gradient operands keep
+    the recipe's own rule, so both stay W4A4 GEMMs.
+    """
+    if not plan.quantized or plan.learner.engine != "te":
+        return None
+    from minite_kernels.nvfp4.recipe import get_recipe
+
+    recipe = get_recipe(plan.learner.options.get("recipe", "te"))
+    hadamard = ", wgrad after RHT" if recipe.rht_wgrad else ""
+    return f"W4A4 dgrad and wgrad, {recipe.gradient.rounding} gradients{hadamard}"
 
 
 def _closed(summary: dict[str, Any], before: dict[str, Any], mode: str) -> float | None:

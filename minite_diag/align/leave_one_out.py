@@ -1,0 +1,76 @@
+"""All alignments but one: the gap that returns, and whether attribution names what was left out.
+
+Knows the ladder's measurement and the stored half of attribution. Invariant: the verdict rests on
+causes that were found without knowing which alignment is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from minite_diag.alignments.base import known_alignments
+from minite_diag.attribute.causes import OPS
+from minite_diag.capture.runner import Report
+
+CONSEQUENCE = "MD601"
+"""Other experts follow from any difference before a router."""
+
+Measure = Callable[[tuple[str, ...], str], dict[str, Any]]
+"""(alignments, folder name) -> the summary of that run."""
+
+
+def leave_one_out(
+    run: Path, climbed: Sequence[str], measure: Measure, report: Report
+) -> list[dict[str, Any]]:
+    """One row for each alignment of `climbed` that puts an op of ours into an engine."""
+    from minite_diag.attribute.stage import attribute
+    from minite_diag.summary import summarize
+
+    rows = []
+    for name in climbed:
+        if not known_alignments()[name].kernels:
+            continue
+        rest = tuple(other for other in climbed if other != name)
+        folder = f"without-{name}"
+        measured = measure(rest, folder)
+        if measured["verdict"] != "error":
+            attribute(run / "align" / folder, report)
+            measured = summarize(run / "align" / folder)
+        rows.append(_row(name, measured))
+    return rows
+
+
+def _row(name: str, summary: dict[str, Any]) -> dict[str, Any]:
+    pair = summary["pairs"][0] if summary["pairs"] else None
+    causes = list(pair["causes"] or []) if pair else []
+    codes = list(dict.fromkeys(cause["code"] for cause in causes))
+    expected = expected_causes(name)
+    return {
+        "left_out": name,
+        "run": summary["run"],
+        "verdict": summary["verdict"],
+        "logprob": pair["logprob"] if pair else None,
+        "sites": pair["sites"] if pair else None,
+        "first_divergence": pair["first_divergence"] if pair else None,
+        "causes": [{"code": c["code"], "where": c["where"], "text": c["text"]} for c in causes],
+        "attributed": _is_named(codes, expected),
+    }
+
+
+def _is_named(codes: list[str], expected: frozenset[str] | None) -> bool | None:
+    """Whether the causes are what was left out and nothing else; None where nothing returned."""
+    if not codes:
+        return None
+    named = [code for code in codes if code != CONSEQUENCE]
+    if expected is None:
+        return bool(named) and all(code.startswith("MD1") for code in named)
+    return bool(named) and set(named) <= expected
+
+
+def expected_causes(name: str) -> frozenset[str] | None:
+    """The causes that leaving an alignment out has to bring back; None: any rule of NVFP4."""
+    ops = {op for how in known_alignments()[name].engines.values() for op, _ in how.replacements}
+    codes = {OPS[op] for op in ops if op in OPS} | ({"MD210"} if "logprobs" in ops else set())
+    return frozenset(codes) or None
