@@ -83,11 +83,14 @@ class CompareFlow:
         return found
 
     def align(self, run: Path, names: list[str], *, without: bool, price: bool) -> dict[str, Any]:
-        """Climb the alignment ladder of a stored run; returns the align object."""
+        """Climb the alignment ladder of a stored run, report anew; returns the align object."""
         from minite_diag.align import align
         from minite_diag.report.console import print_ladder
+        from minite_diag.report.html import write_report
+        from minite_diag.stored_summary import read_summary
 
         result = align(run, names, self.say, self._report, without=without, price=price)
+        write_report(run, read_summary(run), None)
         print_ladder(result, self.console)
         return result
 

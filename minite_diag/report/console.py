@@ -190,3 +190,28 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
         _line(console, "price", f"{row['engine']}: {words.bare_price(row)}")
     for row in result["left_out"] or []:
         _line(console, "without", f"{row['left_out']}: {words.left_out(row)}")
+
+
+def print_doctor(found: dict[str, Any], console: Console) -> None:
+    """One block an engine: what it would be, what computes NVFP4, problems with their fixes."""
+    for engine in found["engines"]:
+        style = {"ok": "green", "problem": "yellow", "missing": "red"}[engine["status"]]
+        what = " ".join(filter(None, (engine["label"], engine["version"])))
+        where = f" ({engine['device']})" if engine["device"] else ""
+        console.print(
+            f"[bold]{escape(engine['engine'])}[/] [{style}]{engine['status']}[/] "
+            f"{escape(what + where)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if engine["python"]:
+            _line(console, "python", engine["python"])
+        for kernel in engine["kernels"]:
+            note = f" ({kernel['note']})" if kernel["note"] else ""
+            _line(console, kernel["op"], f"{kernel['status']}: {kernel['impl']}{note}")
+        for problem in engine["problems"]:
+            _line(console, "problem", problem["text"], style)
+            _line(console, "next", problem["fix"], "bold")
+    for row in found["environment"]:
+        text = f"{row['name']}={row['value']} (in {', '.join(row['engines'])})"
+        _line(console, row["side"], text)

@@ -122,7 +122,7 @@ def line_chart(
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label + (" (log; hollow: 0)" if log else ""))
-        _legend(axes, len(lines))
+        _legend(axes)
         return _svg(figure, key)
 
 
@@ -153,9 +153,9 @@ def bar_chart(
         axes.axvline(0.0, color=INK, linewidth=0.8)
         _percent(axes, share)
         axes.set_xlabel(label)
-        axes.margins(x=0.14)
+        axes.margins(x=0.2)
         if len(series) > 1:
-            _legend(axes, len(series))
+            _legend(axes)
         return _svg(figure, key)
 
 
@@ -176,7 +176,7 @@ def waterfall(
         axes.axvline(0.0, color=INK, linewidth=0.8)
         _percent(axes, share)
         axes.set_xlabel(label)
-        axes.margins(x=0.14)
+        axes.margins(x=0.2)
         return _svg(figure, key)
 
 
@@ -200,7 +200,7 @@ def histogram(
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        _legend(axes, len(series))
+        _legend(axes)
         return _svg(figure, key)
 
 
@@ -313,9 +313,13 @@ def _percent(axes: Axes, share: bool) -> None:
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
 
 
-def _legend(axes: Axes, count: int) -> None:
+def _legend(axes: Axes) -> None:
+    """Above the axes, in as many columns as the longest name leaves room for."""
+    names = axes.get_legend_handles_labels()[1]
+    longest = max((len(name) for name in names), default=1)
+    room = max(1, 78 // (longest + 8))
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(3, max(1, count)), borderpad=0
+        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(room, len(names) or 1), borderpad=0
     )
 
 

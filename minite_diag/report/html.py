@@ -56,6 +56,7 @@ def render_report(run: Path, summary: Json) -> str:
         evidence=html_run.evidence_table(summary),
         ladder=html_run.ladder_of(ladder, "ladder") if ladder else None,
         gate=html_run.gate_table(summary["gate"]) if summary.get("gate") else None,
+        next=html_run.next_command(summary, ladder),
         methods=html_run.METHODS.items(),
         statuses=[
             (html_run.STATUS_SIGNS[name], name, meaning)

@@ -221,6 +221,11 @@ def _bounded(value: float | None) -> float | None:
     return None if value is None else max(value, -1.0)
 
 
+def _whole(value: float | None) -> str:
+    """Per cent without decimals, and without a minus that rounding left."""
+    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
+
+
 def _layers(causal: Json, key: str) -> Json:
     names = [one["name"] for one in causal["layers"]]
     prefix = {one["upto"]: one["closed"] for one in causal["prefix"]}
@@ -249,7 +254,7 @@ def _layers(causal: Json, key: str) -> Json:
             ],
             label="share of the gap (bars end at -100 % and 200 %)",
             share=True,
-            texts=[["-" if v is None else f"{v:.0%}" for v in values] for _, values in shown],
+            texts=[[_whole(value) for value in values] for _, values in shown],
         ),
         "wide": False,
         "table": Table(

@@ -59,6 +59,13 @@ def gains_of(ladder: Json | None) -> dict[str, float]:
     return gains
 
 
+def next_command(summary: Json, ladder: Json | None) -> str:
+    """The command to run now: once a ladder was climbed, judging its last rung."""
+    if ladder and str(summary["next"]).startswith("minite-diag align"):
+        return f"minite-diag gate {ladder['ladder'][-1]['run']} --profile bitwise"
+    return str(summary["next"])
+
+
 def ladder_of(ladder: Json, key: str) -> Json:
     """Before and after, rung by rung."""
     rungs = ladder["ladder"]
@@ -107,7 +114,16 @@ def ladder_of(ladder: Json, key: str) -> Json:
             ),
             rows,
         ),
-        "open": True,
+        "told": [
+            *(
+                f"{row['engine']}: {words.bare_price(row)}"
+                for row in ladder.get("bare_price") or []
+            ),
+            *(
+                f"without {row['left_out']}: {words.left_out(row)}"
+                for row in ladder.get("left_out") or []
+            ),
+        ],
     }
 
 
