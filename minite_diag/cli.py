@@ -26,6 +26,7 @@ from minite_diag.terminal import (
     Quiet,
     command,
     console,
+    error_console,
     help_width,
     print_error,
     print_line,
@@ -465,6 +466,28 @@ def export(
 
         written = export_checkpoint(model, out, recipe, layout, quantize, probes, say)
         typer.echo(written)
+
+
+@command(app)
+def doctor(
+    engines: Annotated[
+        list[str] | None, typer.Argument(help="Engines to look at; all without a name.")
+    ] = None,
+    python: Annotated[
+        list[str] | None, typer.Option(help="Interpreter of an engine, as vllm=PATH; repeat.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
+) -> None:
+    """Which engines run here, with which kernels; what changes bits; what to correct and how."""
+    with reporting_errors(as_json):
+        from minite_diag.doctor import examine
+        from minite_diag.report.console import print_doctor
+
+        found = examine(engines or [], _pythons(python or []), say)
+        print_doctor(found, error_console() if as_json else console())
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+        raise typer.Exit(EXIT_CODES[found["verdict"]])
 
 
 @command(app)

@@ -211,7 +211,7 @@ class LiveSession:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 start_new_session=True,
-                env=runner._worker_environment(),
+                env=runner.worker_environment(),
             )
         except OSError as error:
             self._log.close()

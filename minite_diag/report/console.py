@@ -164,12 +164,12 @@ def print_gate(summary: dict[str, Any], console: Console) -> None:
 def print_ladder(result: dict[str, Any], console: Console) -> None:
     """One row per rung: gap, share closed, tensors equal, what is ours, and the price.
 
-    The gap is the mean absolute log-probability difference; time and memory are learner/sampler
-    ratios to the first run, both hooked.
+    The gap is the mean absolute log-probability difference, `equal` counts tensors; time and memory
+    are learner/sampler ratios to the first run, both hooked.
     """
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("rung", no_wrap=True)
-    for heading in ("sample", "score", "closed", "tensors equal", "time x", "memory x"):
+    for heading in ("sample", "score", "closed", "equal", "time", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rung in result["ladder"]:
         table.add_row(_plain(rung["rung"]), *words.rung_cells(rung))

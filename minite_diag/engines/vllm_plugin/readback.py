@@ -201,3 +201,31 @@ def _our_experts(impl: str, arithmetic: Any) -> Evidence:
         "vLLM emulates NVFP4 experts in Triton, which needs a GPU; this repeats its order "
         "with vLLM's quantizer, dequantizer and activation",
     )
+
+
+def nvfp4_choices(*, is_cpu: bool) -> Iterator[Evidence]:
+    """What would compute NVFP4 on this platform, before a model is loaded."""
+    if is_cpu:
+        yield Evidence(
+            "nvfp4_linear",
+            "emulated",
+            "vllm EmulationNvFp4LinearKernel",
+            "vLLM's own; its CPU table lacks the entry, which is added",
+        )
+        yield Evidence(
+            "experts",
+            "replaced",
+            "minite_diag.engines.vllm_plugin.nvfp4_cpu",
+            "vLLM emulates experts in a Triton kernel that needs a GPU",
+        )
+        return
+    major = torch.cuda.get_device_capability()[0]
+    if major >= 10:
+        yield Evidence("nvfp4_linear", "native", "FP4 tensor cores", "the backend is read back")
+    else:
+        yield Evidence(
+            "nvfp4_linear",
+            "native",
+            "Marlin W4A16",
+            "activations are not quantized; nvfp4_recipe=vllm-emulation computes W4A4",
+        )
