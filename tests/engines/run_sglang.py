@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from minite_diag.alignments import sglang_plugin
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.base import TokenSequence
 from minite_diag.engines.sglang import SglangEngine
@@ -106,6 +107,7 @@ def main(job: dict) -> None:
         "batch": [dataclasses.asdict(s) for s in batch],
         "chunked": dataclasses.asdict(chunked),
         "chunks": passes,
+        "patched_by_plugin": sglang_plugin.register(),
         "missing_hook": error_of(lambda: replace("sglang.srt.layers.layernorm.RMSNorm.no", print)),
         "taken_hook": error_of(hook_twice),
         "errors": errors,

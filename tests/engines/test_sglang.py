@@ -60,6 +60,8 @@ def start(job, root, name):
     job_file.write_text(json.dumps(job))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPATH"] = str(Path(minite_diag.__file__).parents[1])
+    # For a user's own processes: where the tool is in charge, the plan says what is aligned.
+    environment["MINITE_DIAG_ALIGN"] = "norm"
     done = subprocess.run(
         [engine_python("sglang"), str(SCRIPT), str(job_file)],
         env=environment,
@@ -401,6 +403,7 @@ def test_evidence_says_what_ran(runs, name, label, statuses):
     assert ("ModelOptFp4LinearMethod" in settings["linears"]) == name.endswith("nvfp4")
     assert ("CompressedTensorsLinearMethod" in settings["linears"]) == name.endswith("ct")
     assert settings["attention"].endswith("TorchNativeAttnBackend")
+    assert results["patched_by_plugin"] == {}
     assert (settings["radix_cache"], settings["tensor_parallel"]) == ("False", "1")
 
 

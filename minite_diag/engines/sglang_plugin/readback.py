@@ -93,7 +93,8 @@ def read_evidence(scheduler: Any) -> Iterator[Evidence]:
                 yield Evidence(op, "native", forward)
     yield Evidence("attention", "native", qualified_name(type(runner.attn_backend)))
     yield from _experts(model, ops)
-    yield Evidence("lm_head", "native", qualified_name(type(model.logits_processor)))
+    head = type(model.logits_processor)._compute_lm_head
+    yield Evidence("lm_head", "native", qualified_name(head))
     yield from _logprobs(model)
 
 
@@ -131,7 +132,10 @@ def _experts(model: nn.Module, ops: dict[str, str]) -> Iterator[Evidence]:
         return
     yield Evidence("router", "native", ops.get("TopK", ""))
     if not is_nvfp4(layers[0].experts):
-        yield Evidence("experts", "native", method_name(layers[0].experts))
+        method = layers[0].experts.quant_method
+        yield Evidence(
+            "experts", "native", ops.get(type(method).__name__, qualified_name(type(method)))
+        )
         return
     held = layers[0].experts.minite_nvfp4
     recipe = held.recipe
