@@ -104,7 +104,7 @@ def line_chart(
         for i, line in enumerate(lines):
             # Zero has no place on a log axis: it is drawn on the floor, hollow.
             y = [math.nan if v is None else max(v, floor) if log else v for v in line.y]
-            axes.plot(line.x, y, **_style(i), label=line.name)
+            axes.plot(line.x, y, **_style(i), label=_short(line.name))
             if log:
                 zeros = [(x, floor) for x, v in zip(line.x, line.y, strict=True) if v == 0]
                 if zeros:
@@ -145,10 +145,12 @@ def bar_chart(
                 if value is None:
                     axes.annotate("not measured", (0, at), **_beside(1))
                     continue
-                axes.barh(at, value, height * 0.9, **_fill(i), label=name if j == 0 else None)
+                axes.barh(
+                    at, value, height * 0.9, **_fill(i), label=_short(name) if j == 0 else None
+                )
                 shown = texts[i][j] if texts else words.number(value)
                 axes.annotate(shown, (value, at), **_beside(value))
-        axes.set_yticks(range(len(names)), [words.visible(name) for name in names])
+        axes.set_yticks(range(len(names)), [_short(name) for name in names])
         axes.invert_yaxis()
         axes.axvline(0.0, color=INK, linewidth=0.8)
         _percent(axes, share)
@@ -171,7 +173,7 @@ def waterfall(
             axes.annotate(shown, (max(start, end), i), **_beside(1))
             if i + 1 < len(steps):
                 axes.plot([end, end], [i - 0.33, i + 1.33], color=INK, linewidth=0.6)
-        axes.set_yticks(range(len(steps)), [words.visible(step[0]) for step in steps])
+        axes.set_yticks(range(len(steps)), [_short(step[0]) for step in steps])
         axes.invert_yaxis()
         axes.axvline(0.0, color=INK, linewidth=0.8)
         _percent(axes, share)
@@ -194,7 +196,7 @@ def histogram(
         width = 0.86 / max(1, len(series))
         for i, (name, values) in enumerate(series):
             at = np.arange(len(edges)) + (i - (len(series) - 1) / 2) * width
-            axes.bar(at, values, width * 0.92, **_fill(i), label=name)
+            axes.bar(at, values, width * 0.92, **_fill(i), label=_short(name))
         step = max(1, math.ceil(len(edges) / 18))
         axes.set_xticks(range(0, len(edges), step), list(edges)[::step])
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
@@ -325,7 +327,7 @@ def _legend(axes: Axes) -> None:
 
 def _short(name: str) -> str:
     name = words.visible(name)
-    return name if len(name) <= 26 else f"…{name[-25:]}"
+    return name if len(name) <= 32 else f"…{name[-31:]}"
 
 
 def _svg(figure: Figure, key: str, *, tight: bool = True) -> str:
