@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 
 from minite_diag.engines.sglang_plugin import nvfp4, nvfp4_methods
-from minite_diag.engines.sglang_plugin.plugin_hooks import around, replace
-from minite_diag.errors import EngineError, EngineUnavailable
+from minite_diag.engines.sglang_plugin.plugin_hooks import around, check_sglang, replace
+from minite_diag.errors import EngineError
 from minite_kernels.invariant.attention import paged_attention
 from minite_kernels.invariant.log_softmax import log_softmax
 from minite_kernels.invariant.matmul import PreparedWeight, matmul
@@ -25,17 +25,6 @@ from minite_kernels.invariant.silu_mul import silu_mul
 NVFP4_RECIPE: Final = "pow2-row-scaled"
 
 LAYERS: Final = "sglang.srt.layers"
-
-
-def _check_version(what: str) -> None:
-    import sglang
-
-    if sglang.__version__ not in nvfp4_methods.KNOWN_VERSIONS:
-        raise EngineUnavailable(
-            f"the aligned {what} hooks into functions of SGLang {nvfp4_methods.KNOWN_VERSIONS[0]}, "
-            f"this is {sglang.__version__}",
-            f"leave {what} out, or build the environment: minite-diag env create sglang",
-        )
 
 
 def _refuse(what: str, unsupported: dict[str, bool]) -> None:
@@ -53,7 +42,7 @@ def align_nvfp4(_: Any) -> Iterator[str]:
 
 def align_norm(_: Any) -> Iterator[str]:
     """RMSNorm of the sum as it is stored, with and without the residual add."""
-    _check_version("norm")
+    check_sglang("the alignment norm")
 
     def forward(
         self: Any,
@@ -81,7 +70,7 @@ def align_norm(_: Any) -> Iterator[str]:
 
 def align_rope(_: Any) -> Iterator[str]:
     """The plain rotary embedding, from FP32 tables of FP64 angles; scaled ones stay native."""
-    _check_version("rope")
+    check_sglang("the alignment rope")
 
     def forward(
         native: Any,
@@ -109,7 +98,7 @@ def align_rope(_: Any) -> Iterator[str]:
 
 def align_attention(_: Any) -> Iterator[str]:
     """The two functions of SGLang's torch backend that attend; its cache stays as it is."""
-    _check_version("attention")
+    check_sglang("the alignment attention")
 
     def extend(
         _backend: Any,
@@ -174,7 +163,7 @@ def align_attention(_: Any) -> Iterator[str]:
 
 def align_activation(_: Any) -> Iterator[str]:
     """SiluAndMul of dense layers and experts: SiLU rounded, times up, rounded."""
-    _check_version("activation")
+    check_sglang("the alignment activation")
 
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return silu_mul(x)
@@ -184,7 +173,7 @@ def align_activation(_: Any) -> Iterator[str]:
 
 def align_router(_: Any) -> Iterator[str]:
     """The torch function that chooses experts."""
-    _check_version("router")
+    check_sglang("the alignment router")
 
     def choose(
         hidden_states: torch.Tensor,
@@ -209,13 +198,14 @@ def align_router(_: Any) -> Iterator[str]:
 
 def align_experts(_: Any) -> Iterator[str]:
     """Sum the NVFP4 experts in slot order, in FP32, rounded once."""
+    check_sglang("the alignment experts")
     nvfp4.COMBINE_IN_SLOT_ORDER = True
     yield f"{nvfp4.__name__}.run_experts"
 
 
 def align_lm_head(_: Any) -> Iterator[str]:
     """The product with lm_head; the weight stays as loaded."""
-    _check_version("lm-head")
+    check_sglang("the alignment lm-head")
     prepared: dict[int, PreparedWeight] = {}
 
     def multiply(
@@ -238,7 +228,7 @@ def align_lm_head(_: Any) -> Iterator[str]:
 
 def align_logprobs(_: Any) -> Iterator[str]:
     """Log-probabilities of prompts and of generated tokens, both by one log-softmax."""
-    _check_version("logprobs")
+    check_sglang("the alignment logprobs")
 
     def normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # SGLang subtracts the two from a logit, in this order: the bits of log_softmax, whose value

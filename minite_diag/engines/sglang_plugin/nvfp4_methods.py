@@ -20,11 +20,8 @@ from minite_diag.engines.sglang_plugin.nvfp4 import (
     Weights,
     stored_operand,
 )
-from minite_diag.engines.sglang_plugin.plugin_hooks import around, replace
-from minite_diag.errors import EngineUnavailable
+from minite_diag.engines.sglang_plugin.plugin_hooks import around, check_sglang, replace
 from minite_kernels.nvfp4.recipe import Recipe, get_recipe
-
-KNOWN_VERSIONS: Final = ("0.5.23",)
 
 QUANTIZATION: Final = "sglang.srt.layers.quantization"
 MODELOPT: Final = f"{QUANTIZATION}.modelopt_quant"
@@ -41,16 +38,9 @@ ENCODE: Final = "weight_global_encode_scale"
 def register(recipe_name: str) -> Recipe:
     """Put the methods of a recipe in place, before the model is built; returns the recipe.
 
-    Raises EngineUnavailable for another SGLang than the one whose methods these are.
+    Raises EngineUnavailable for another SGLang than the one whose methods these are, and on a GPU.
     """
-    import sglang
-
-    if sglang.__version__ not in KNOWN_VERSIONS:
-        raise EngineUnavailable(
-            f"NVFP4 on CPU hooks into methods of SGLang {KNOWN_VERSIONS[0]}, "
-            f"this is {sglang.__version__}",
-            "minite-diag env create sglang",
-        )
+    check_sglang("NVFP4 by minite_kernels")
     recipe = get_recipe(recipe_name)
     _register_modelopt(recipe)
     _register_compressed_tensors(recipe)
