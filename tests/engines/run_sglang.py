@@ -59,6 +59,23 @@ def hook_twice() -> None:
         replace("sglang.srt.layers.activation.SiluAndMul.forward_cuda", print)
 
 
+def break_a_forward(engine, sequence) -> None:
+    """The second step of a batch fails: requests are in flight and the cache is in use."""
+    forward, calls = engine.runner.forward, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("a kernel failed")
+        return forward(*args, **kwargs)
+
+    engine.runner.forward = failing
+    try:
+        engine.sample(sequence, 4, 0)
+    finally:
+        engine.runner.forward = forward
+
+
 def main(job: dict) -> None:
     plan, out = make_plan(job), Path(job["out"])
     engine = SglangEngine()
@@ -82,6 +99,8 @@ def main(job: dict) -> None:
         "outside": error_of(lambda: engine.score(outside)),
         "too_long": error_of(lambda: engine.score(too_long)),
     }
+    if "tp_size" not in job["options"]:
+        errors["broken"] = error_of(lambda: break_a_forward(engine, prompts[0]))
     batch = engine.score_batch(prompts)
     passes = engine.runner.forward_pass_id
     chunked = engine.score_chunked(prompts[0], 16)

@@ -412,6 +412,8 @@ def test_bad_requests_are_errors_and_the_engine_goes_on(runs):
     assert errors["outside"]["kind"] == errors["too_long"]["kind"] == "EngineError"
     assert "512 is outside of the vocabulary" in errors["outside"]["message"]
     assert "max_model_len" in errors["too_long"]["message"]
+    assert errors["broken"]["kind"] == "EngineError"
+    assert "RuntimeError: a kernel failed" in errors["broken"]["message"]
 
 
 def test_a_hook_that_does_not_take_hold_is_an_error(runs):
