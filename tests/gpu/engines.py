@@ -1,0 +1,281 @@
+"""Run the real engines on one GPU and print what they computed: for whoever has a GPU.
+
+    python tests/gpu/engines.py --out OUT [--steps NAME,...] [--jobs 8]
+
+Each step is a `minite-diag` command in its own process, several at a time on one GPU. OUT gets a
+folder for each run, and `results.json` with the figures that reports/h200-* quote. A step that
+fails is in the table with the end of its log; the exit code is the number of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+CLI: Final = (sys.executable, "-m", "minite_diag.cli", "--no-progress")
+CACHE_GIB: Final = "kv_cache_gib=2"
+LADDER: Final = (
+    "weights",
+    "pow2-scale",
+    "nvfp4-linear",
+    "norm",
+    "rope",
+    "attention",
+    "activation",
+    "router",
+    "experts",
+    "lm-head",
+    "logprobs",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command, and the steps that must be over before it."""
+
+    name: str
+    command: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    run: str = ""
+    """The run folder that it leaves, under OUT."""
+
+
+def compare(name: str, *arguments: str, model: str = "demo-moe", probes: int = 3) -> Step:
+    """A comparison of its own run folder."""
+    fixed = ("--model", model, "--num-probes", str(probes), "--out", f"{{out}}/{name}")
+    return Step(name, (*CLI, "compare", *arguments, *fixed), run=name)
+
+
+def vllm(*options: str) -> tuple[str, str]:
+    """The sampler with its options."""
+    return "--sampler", "vllm:" + ",".join((CACHE_GIB, *options))
+
+
+def steps() -> list[Step]:
+    """Every step, those that others wait for first."""
+    found = [
+        Step("te-modules", (sys.executable, "{root}/tests/gpu/te_modules.py", "{out}/te-modules")),
+        compare("te-emu-vs-ref", *_te("ref,recipe=te-python"), "--sampler", "te:impl=emu"),
+        compare("te-emu-vs-te", *_te("ref,recipe=te"), "--sampler", "te:impl=emu"),
+        compare("bf16", "--quantize", "none", "--learner", "hf", *vllm()),
+        compare("bf16-flash", "--quantize", "none", "--learner", "hf", *_flash()),
+        compare("te-emu-vs-vllm-bf16", "--quantize", "none", *_te("ref"), *vllm()),
+        compare("marlin", *_te("emu"), *vllm()),
+        compare("emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation")),
+        compare(
+            "ct-marlin", "--layout", "compressed-tensors", *_te("ref"), *vllm(), "--no-attribute"
+        ),
+        compare(
+            "invariant",
+            *_te("ref"),
+            *vllm("nvfp4_recipe=vllm-emulation"),
+            "--align",
+            "batch-invariant",
+            "--no-attribute",
+        ),
+    ]
+    legs = [
+        Step(f"legs-{name}", (*CLI, "attribute", f"{{out}}/{name}"), after=(name,), run=name)
+        for name in ("marlin", "emulation", "bf16")
+    ]
+    return [
+        *found,
+        *legs,
+        *ladder("ladder"),
+        *ladder("ladder-flash", "attention_backend=FLASH_ATTN"),
+    ]
+
+
+def _te(impl: str) -> tuple[str, str]:
+    return "--learner", f"te:impl={impl}"
+
+
+def _flash() -> tuple[str, str]:
+    return vllm("attention_backend=FLASH_ATTN")
+
+
+def ladder(name: str, backend: str = "attention_backend=TRITON_ATTN") -> list[Step]:
+    """The rungs at the same time, each in the folder where `align` looks for it, then `align`."""
+    engines = ("--learner", "te:impl=ref", *vllm(backend))
+    found = [compare(name, *engines)]
+    for count in range(1, len(LADDER) + 1):
+        folder = f"{name}/align/{count}-{LADDER[count - 1]}"
+        named = [word for rung in LADDER[:count] for word in ("--align", rung)]
+        step = compare(folder, *engines, *named, "--no-attribute")
+        found.append(dataclasses.replace(step, name=f"{name}-{count}"))
+    rungs = tuple(step.name for step in found)
+    found.append(Step(f"{name}-table", (*CLI, "align", f"{{out}}/{name}", *LADDER), rungs, name))
+    return found
+
+
+def run_step(
+    step: Step, out: Path, environment: dict[str, str], timeout_s: float
+) -> dict[str, Any]:
+    """Run one step; its log is OUT/logs/NAME.log."""
+    log = out / "logs" / f"{step.name.replace('/', '-')}.log"
+    command = [word.format(out=out, root=ROOT) for word in step.command]
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            done = subprocess.run(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=timeout_s,
+                cwd=ROOT,
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    return {
+        "step": step.name,
+        "code": code,
+        "seconds": round(time.monotonic() - began, 1),
+        "command": command,
+        "figures": figures(out / step.run) if step.run else None,
+        "log": log.read_text(encoding="utf-8", errors="replace")[-1500:] if code else "",
+    }
+
+
+def figures(run: Path) -> dict[str, Any] | None:
+    """What a report quotes of a run: labels, evidence, gaps, equal tensors, causes, legs."""
+    file = run / "summary.json"
+    if not file.exists():
+        return None
+    summary = json.loads(file.read_text(encoding="utf-8"))["summary"]
+    engine_keys = ("id", "label", "version", "device", "error", "seconds", "settings")
+    return {
+        "verdict": summary["verdict"],
+        "engines": [
+            {key: engine[key] for key in engine_keys}
+            | {
+                "evidence": [
+                    f"{e['op']}: {e['status']} {e['impl']} {e['note']}".strip()
+                    for e in engine["evidence"]
+                ],
+            }
+            for engine in summary["engines"]
+        ],
+        "pairs": [
+            {
+                key: pair[key]
+                for key in (
+                    "learner",
+                    "sampler",
+                    "logprob",
+                    "sites",
+                    "first_divergence",
+                    "routing",
+                    "causes",
+                    "live",
+                )
+            }
+            for pair in summary["pairs"]
+        ],
+    }
+
+
+def climb(chosen: list[Step], out: Path, jobs: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Run steps as soon as those they wait for are over."""
+    environment = {**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
+    waiting = list(chosen)
+    over: set[str] = set()
+    running: dict[concurrent.futures.Future[dict[str, Any]], str] = {}
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            names = {step.name for step in chosen}
+            ready = [s for s in waiting if all(a in over or a not in names for a in s.after)]
+            for step in ready[: jobs - len(running)]:
+                waiting.remove(step)
+                running[pool.submit(run_step, step, out, environment, timeout_s)] = step.name
+            done, _ = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                over.add(running.pop(future))
+                results.append(future.result())
+                print(line(results[-1]), flush=True)
+                text = json.dumps(results, indent=1)
+                (out / "results.json").write_text(text + "\n", encoding="utf-8")
+    return results
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
+def line(result: dict[str, Any]) -> str:
+    """One row of the table."""
+    found = result["figures"] or {}
+    words = [f"{result['step']:<22} rc={result['code']} {result['seconds']:>6}s"]
+    for pair in found.get("pairs", []):
+        for mode, gap in (pair["logprob"] or {}).items():
+            words.append(f"{mode} {gap['mean_abs']:.4g} equal {gap['equal']}/{gap['tokens']}")
+        sites = pair["sites"] or {}
+        words.append(f"tensors {sites.get('bitwise_equal')}/{sites.get('compared')}")
+    for engine in found.get("engines", []):
+        words.append(f"{engine['id']}={engine['label']}")
+        if engine["error"]:
+            words.append(str(engine["error"])[:300])
+    if result["log"]:
+        words.append("\n    " + result["log"][-700:].replace("\n", "\n    "))
+    return "  ".join(words)
+
+
+def pack(out: Path, archive: Path) -> None:
+    """The figures and plans of every run, without the traces, as one archive."""
+    kept = out.parent / "kept"
+    shutil.rmtree(kept, ignore_errors=True)
+    wanted = {"summary.json", "plan.json", "align.json", "results.json", "attribution.json"}
+    for file in [*out.rglob("*.json"), *out.rglob("*.log"), *out.rglob("manifest.json")]:
+        if file.name not in wanted and file.suffix != ".log" and file.name != "manifest.json":
+            continue
+        target = kept / file.relative_to(out)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    shutil.make_archive(str(archive), "xztar", kept)
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", default="", help="comma list of names or prefixes ending in *")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--pack", type=Path, help="archive of figures and logs")
+    given = parser.parse_args()
+    names = [name for name in given.steps.split(",") if name]
+    chosen = [
+        step
+        for step in steps()
+        if not names
+        or any(step.name == n or (n[-1] == "*" and step.name.startswith(n[:-1])) for n in names)
+    ]
+    if given.list:
+        for step in chosen:
+            print(step.name, " ".join(step.command))
+        return 0
+    out = given.out.absolute()
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    results = climb(chosen, out, given.jobs, given.timeout)
+    if given.pack:
+        pack(out, given.pack)
+    return sum(result["code"] != 0 for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
