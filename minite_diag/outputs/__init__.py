@@ -1,6 +1,6 @@
-"""One run, written for machines and people: text, JSON, JUnit XML, SARIF, GitHub, Markdown.
+"""One run, written for machines and people: text, JSON, JUnit XML, SARIF, GitHub, Markdown, HTML.
 
-Knows the summary object only; no torch, no pandas. Invariant: every format says the same verdict,
+Knows the summary object only; no torch, no pandas (HTML reads the run's tables too). Invariant: every format says the same verdict,
 names that come from a model, probe or engine are inert in it, and equal runs give equal bytes.
 """
 
@@ -20,6 +20,7 @@ FORMATS: Final = {
     "sarif": "minite_diag.outputs.sarif:to_sarif",
     "github": "minite_diag.outputs.github:to_github",
     "markdown": "minite_diag.outputs.markdown:to_markdown",
+    "html": "minite_diag.report.html:to_html",
 }
 SUFFIXES: Final = {
     ".txt": "text",
@@ -27,6 +28,7 @@ SUFFIXES: Final = {
     ".xml": "junit",
     ".sarif": "sarif",
     ".md": "markdown",
+    ".html": "html",
 }
 STDOUT: Final = "-"
 

@@ -1,4 +1,4 @@
-"""The change between two runs as text, JSON or Markdown.
+"""The change between two runs as text, JSON, Markdown or HTML.
 
 Knows the change object; computes nothing.
 """
@@ -137,9 +137,17 @@ def _to_markdown(change: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _to_html(change: dict[str, Any]) -> str:
+    # matplotlib and pandas are loaded for HTML only.
+    from minite_diag.report.html_change import to_change_html
+
+    return to_change_html(change)
+
+
 _RENDERERS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "text": _to_text,
     "json": to_json,
     "markdown": _to_markdown,
+    "html": _to_html,
 }
 FORMATS: Final = tuple(_RENDERERS)

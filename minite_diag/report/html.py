@@ -38,6 +38,11 @@ def write_report(run: Path, summary: Json, out: Path | None) -> Path:
     return file
 
 
+def to_html(summary: Json) -> str:
+    """The report of the run that `summary` is of; it ends with a newline."""
+    return f"{render_report(Path(summary['run']), summary)}\n"
+
+
 def render_report(run: Path, summary: Json) -> str:
     """The whole page; raises TraceError if the run's tables can't be read."""
     sites, tokens = html_sites.read_sites(run), html_tokens.read_tokens(run)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from minite_diag.report import words
 
 NOTHING: Final = "-"
+LONG_WORD: Final = 24
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Cell:
     href: str = ""
     tone: str = ""
     code: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Whether a word of it may have to be broken."""
+        return any(len(word) > LONG_WORD for word in self.text.split())
 
 
 @dataclass(frozen=True)

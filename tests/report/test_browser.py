@@ -207,6 +207,18 @@ def test_what_is_injected_does_not_run(browser: Any, whole_report: Path, tmp_pat
     context.close()
 
 
+def test_a_change_opens_too(opened: Open, whole_report: Path, tmp_path: Path) -> None:
+    from minite_diag.change import compare_runs
+    from minite_diag.outputs.change import render_change
+
+    file = tmp_path / "change.html"
+    change = compare_runs(whole_report.parent, whole_report.parent)
+    file.write_text(render_change(change, "html"), encoding="utf-8")
+    page = opened(file, viewport=PHONE)
+    assert page.locator("h1").inner_text() == "No change of the gap was seen"
+    assert page.evaluate(OVERFLOW) <= 0
+
+
 def test_no_motion_where_none_is_wanted(opened: Open, whole_report: Path) -> None:
     smooth = "getComputedStyle(document.documentElement).scrollBehavior"
     assert opened(whole_report, reduced_motion="reduce").evaluate(smooth) == "auto"

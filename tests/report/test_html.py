@@ -233,3 +233,30 @@ def test_gains_come_from_the_ladder(whole_report: Path) -> None:
     ladder = json.loads((whole_report.parent / "align.json").read_text())
     assert ladder["ladder"][1]["closed"]["score"] == 0.5
     assert "measured here: closes 50.0% of the score gap" in whole_report.read_text()
+
+
+def test_the_change_between_two_runs(tmp_path: Path) -> None:
+    from minite_diag.change import compare_runs
+    from minite_diag.outputs.change import render_change
+
+    bad = "<img src=x onerror=boom()>"
+    runs = [
+        write_run(tmp_path / n, rounding(s, 10, 20), name=f"m{bad}", version=f"{n}{bad}")
+        for n, s in (("a", 0.05), ("b", 0.01))
+    ]
+    text = render_change(compare_runs(*runs), "html")
+    page = Page(text)
+    assert page.all("img") == []
+    assert "Better: sample mean_abs" in "".join(page.text)
+    assert render_change(compare_runs(*runs), "html") == text
+
+
+def test_the_gate_writes_a_report_with_its_checks(whole_report: Path, tmp_path: Path) -> None:
+    from command import minite
+
+    file = tmp_path / "gate.html"
+    done = minite("gate", str(whole_report.parent), "-o", str(file))
+    assert done.returncode == 1, done.stderr
+    text = file.read_text()
+    assert 'id="gate-checks"' in text
+    assert "✗ fail" in text
