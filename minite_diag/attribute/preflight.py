@@ -29,7 +29,9 @@ MIN_CLOSED: Final = 0.7
 MIN_GAP: Final = 1e-3
 MIN_POSITIVE: Final = 0.02
 """Share of log-probabilities above 0 that no rounding explains."""
-TEMPERATURES: Final = np.exp(np.linspace(np.log(0.25), np.log(4.0), 121))
+TEMPERATURES: Final = np.exp(np.linspace(np.log(0.25), np.log(4.0), 41))
+FITTED_TOKENS: Final = 64
+"""Tokens at even distances that distributions are fitted to: each has a row of the vocabulary."""
 TOP_KS: Final = (2, 3, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
 TOP_PS: Final = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
 SHIFTS: Final = (-2, -1, 1, 2)
@@ -126,6 +128,8 @@ def _scaled(x: Vector, y: Vector, gap: float) -> Iterator[Hit]:
 
 def _distribution(rows: pd.DataFrame, learner: Side) -> Iterator[Hit]:
     """Fits that need the learner's logits: temperature, top-k and top-p renormalization."""
+    if len(rows) > FITTED_TOKENS:
+        rows = rows.iloc[np.linspace(0, len(rows) - 1, FITTED_TOKENS).round().astype(int)]
     logits, tokens, y = _with_logits(rows, learner)
     if logits is None or len(tokens) < MIN_TOKENS:
         return
@@ -161,7 +165,7 @@ def _refined(coarse: float, fit: Callable[[float], Vector], y: Vector) -> float:
     ratio = float(TEMPERATURES[1] / TEMPERATURES[0])
     low, high = coarse / ratio, coarse * ratio
     golden = (5**0.5 - 1) / 2
-    for _ in range(24):
+    for _ in range(20):
         a, b = high - golden * (high - low), low + golden * (high - low)
         low, high = (low, b) if _gap(fit(a), y) < _gap(fit(b), y) else (a, high)
     return (low + high) / 2
