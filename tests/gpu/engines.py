@@ -48,12 +48,20 @@ class Step:
     after: tuple[str, ...] = ()
     run: str = ""
     """The run folder that it leaves, under OUT."""
+    threads: int = 2
 
 
 def compare(name: str, *arguments: str, model: str = "demo-moe", probes: int = 3) -> Step:
     """A comparison of its own run folder."""
     fixed = ("--model", model, "--num-probes", str(probes), "--out", f"{{out}}/{name}")
     return Step(name, (*CLI, "compare", *arguments, *fixed), run=name)
+
+
+def billion(name: str, *arguments: str) -> Step:
+    """A comparison on the random MoE of about 1e9 weights; digests only, no attribution."""
+    probes = ("--probes", "{out}/moe-1b/probes.jsonl", "--stats-only", "--no-attribute")
+    step = compare(f"moe-1b-{name}", *arguments, *probes, model="{out}/moe-1b/model")
+    return dataclasses.replace(step, after=("moe-1b",), threads=8)
 
 
 def vllm(*options: str) -> tuple[str, str]:
@@ -131,7 +139,7 @@ def run_step(
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, "OMP_NUM_THREADS": str(step.threads)},
                 timeout=timeout_s,
                 cwd=ROOT,
             )
@@ -188,7 +196,7 @@ def figures(run: Path) -> dict[str, Any] | None:
 
 def climb(chosen: list[Step], out: Path, jobs: int, timeout_s: float) -> list[dict[str, Any]]:
     """Run steps as soon as those they wait for are over."""
-    environment = {**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": _path()}
     waiting = list(chosen)
     over: set[str] = set()
     running: dict[concurrent.futures.Future[dict[str, Any]], str] = {}
