@@ -34,7 +34,7 @@ HATCHES: Final = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 WIDTH: Final = 6.6
 """Inches of a figure in half of the page's width: text comes out at about its own size."""
 HEAT_WIDTH: Final = 10.5
-MAX_CELL_TEXT: Final = 700
+MAX_CELL_TEXT: Final = 1000
 """Cells up to which a heat map carries its numbers."""
 RAMP: Final = (
     "#fff7ec", "#fee8c8", "#fdd49e", "#fdbb84", "#fc8d59", "#ef6548", "#d7301f", "#990000",
@@ -274,8 +274,11 @@ def _scale(known: Sequence[float], log: bool, low_is_good: bool) -> Any:
         top = max(positive)
         return lambda value: value / top
     bottom, top = math.log10(min(positive)), math.log10(max(positive))
-    span = max(top - bottom, 1e-9)
-    return lambda value: 0.0 if value <= 0 else 0.12 + 0.88 * (math.log10(value) - bottom) / span
+    if top - bottom < 1e-9:
+        return lambda value: 0.0 if value <= 0 else 0.5
+    return lambda value: (
+        0.0 if value <= 0 else 0.12 + 0.88 * (math.log10(value) - bottom) / (top - bottom)
+    )
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
@@ -357,7 +360,8 @@ def _inline(document: str, key: str) -> str:
     svg = re.sub(r' version="[^"]*"', "", svg, count=1)
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{key}-", svg)
-    svg = re.sub(rf'href="{_PLACE}([^"]*)" target="_blank"', r'href="#\1"', svg)
+    # For the pointer: a keyboard has the same links in the table of the numbers.
+    svg = re.sub(rf'href="{_PLACE}([^"]*)" target="_blank"', r'href="#\1" tabindex="-1"', svg)
     svg = re.sub(rf'<g id="(?!{key}-cell-)[^"]*"', "<g", svg)
     svg = re.sub(r"#0a000([1-6])", r"var(--s\1)", svg)
     for stand_in, name in ((INK, "ink"), (GRID, "grid"), (PAPER, "paper")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -351,11 +351,21 @@ def _heat_map(
             f"{title}: the numbers",
             columns("#Layer", *(f"#{name}" for name in names)),
             [
-                Row([Cell(layer, float(layer)), *((share if as_share else number)(v) for v in row)])
-                for layer, row in zip(layers, values, strict=True)
+                Row(
+                    [
+                        Cell(layer, float(layer)),
+                        *(_linked(v, as_share, links.get((i, j))) for j, v in enumerate(row)),
+                    ]
+                )
+                for i, (layer, row) in enumerate(zip(layers, values, strict=True))
             ],
         ),
     }
+
+
+def _linked(value: float | None, as_share: bool, anchor: str | None) -> Cell:
+    cell = (share if as_share else number)(value)
+    return replace(cell, href=f"#{anchor}") if anchor else cell
 
 
 def _cell_text(value: float | None, metric: str) -> str:

@@ -226,7 +226,8 @@ def test_numbers_of_a_figure_are_those_of_the_run(whole_report: Path) -> None:
     shown = f"{own.rel_l2.mean():.4g}"
     text = whole_report.read_text()
     assert f"<title>layer 2, self_attn.q_proj: {shown}</title>" in text
-    assert text.count(f">{shown}</td>") >= 2
+    assert f">{shown}</td>" in text
+    assert f">{shown}</a></td>" in text
 
 
 def test_gains_come_from_the_ladder(whole_report: Path) -> None:
