@@ -263,6 +263,9 @@ class ToyEngine(Engine):
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Build the model from its seed and plant `fault`, if any."""
+        unknown = sorted(set(spec.options) - {"fault"})
+        if unknown:
+            raise UsageError(f"toy has no option {unknown[0]!r}", "it has fault=NAME only")
         fault = spec.options.get("fault")
         known = (*FAULTS, *RUN_FAULTS)
         if fault is not None and fault not in known:
