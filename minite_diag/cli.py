@@ -468,6 +468,27 @@ def export(
         typer.echo(written)
 
 
+@command(app, name="import")
+def import_(
+    context: typer.Context,
+    file: Annotated[
+        Path, typer.Argument(help="JSONL: token_ids, learner_logprobs, sampler_logprobs a line.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="New run directory.")],
+    gate: Annotated[str | None, typer.Option(help="Judge it by this profile.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
+) -> None:
+    """Make a run of log-probabilities that a training run logged: compare, report, gate them."""
+    with reporting_errors(as_json):
+        from minite_diag.compare_command import CompareFlow
+        from minite_diag.external.logprobs_jsonl import import_logprobs
+
+        import_logprobs(file, out)
+        flow = CompareFlow(console(), progress=shows_progress())
+        summary = flow.conclude(out, gate=_gate_request(context, gate), attribute=True)
+        _emit(summary, as_json)
+
+
 @command(app)
 def doctor(
     engines: Annotated[

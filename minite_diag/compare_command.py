@@ -46,10 +46,7 @@ class CompareFlow:
     ) -> dict[str, Any]:
         """Capture what is missing, compare, attribute, summarize; returns the summary object."""
         from minite_diag.compare import compare
-        from minite_diag.gate import check_gate, with_gate
         from minite_diag.gate.evidence import check_site_globs
-        from minite_diag.report.html import write_report
-        from minite_diag.stored_summary import read_summary
 
         plan = read_plan(run)
         results = capture(plan, run, self._report, resume=resume)
@@ -58,6 +55,14 @@ class CompareFlow:
         self.say("comparing")
         compare(run)
         check_site_globs(run, plan)
+        return self.conclude(run, gate=gate, attribute=attribute)
+
+    def conclude(self, run: Path, *, gate: GateRequest | None, attribute: bool) -> dict[str, Any]:
+        """What follows a comparison: causes, summary, gate, report; returns the summary object."""
+        from minite_diag.gate import check_gate, with_gate
+        from minite_diag.report.html import write_report
+        from minite_diag.stored_summary import read_summary
+
         if attribute:
             self.say("searching for causes")
             self._attribute(run, live=False, budget=None)
