@@ -107,7 +107,7 @@ def causal_figures(live: Json, key: str) -> list[Json]:
         own = f"{key}-causal{i}"
         if causal["ops"]:
             drawn.append(_waterfall(causal, "ops", f"{own}-ops", "By op"))
-        if causal["operands"]:
+        if causal.get("operands"):
             drawn.append(_operands(causal, f"{own}-operands"))
         if causal["layers"]:
             drawn.append(_layers(causal, f"{own}-layers"))
@@ -228,8 +228,8 @@ def _whole(value: float | None) -> str:
 
 def _layers(causal: Json, key: str) -> Json:
     names = [one["name"] for one in causal["layers"]]
-    prefix = {one["upto"]: one["closed"] for one in causal["prefix"]}
-    upstream = {one["upto"]: one["closed"] for one in causal["upstream"]}
+    prefix = {one["upto"]: one["closed"] for one in causal.get("prefix", [])}
+    upstream = {one["upto"]: one["closed"] for one in causal.get("upstream", [])}
 
     def last(name: str) -> str:
         return name.rpartition("-")[2]

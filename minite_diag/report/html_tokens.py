@@ -240,9 +240,13 @@ def _by_position(series: list[tuple[str, pd.DataFrame]], key: str) -> dict[str, 
     lines, rows = [], []
     for name, own in series:
         bins = own.groupby(own["position"] // width)["size"].agg(["mean", "median", "max", "size"])
+        # A line stops where no token is, instead of crossing the gap.
+        means = bins["mean"].reindex(range(int(bins.index[0]), int(bins.index[-1]) + 1))
         lines.append(
             figures.Line(
-                name, [float(b * width) for b in bins.index], [float(v) for v in bins["mean"]]
+                name,
+                [float(b * width) for b in means.index],
+                [None if np.isnan(v) else float(v) for v in means],
             )
         )
         for at, values in bins.iterrows():

@@ -92,7 +92,7 @@ def test_live_attribution_reaches_the_summary_and_the_report(tmp_path: Path) -> 
     assert born == {"model.layers.1.input_layernorm"}
     assert "born in" in done.stderr
     assert "norm" in done.stderr.split("born in")[1].splitlines()[0]
-    assert "Where the gap is born" in (run / "report.html").read_text()
+    assert "The engines against themselves" in (run / "report.html").read_text()
     rows = pd.read_parquet(run / "attribution.parquet")
     assert {"leg", "local", "causal-ops"} <= set(rows["analysis"])
 
