@@ -63,6 +63,7 @@ ALIGNMENTS: Final = {
             "decode-as-prefill",
             "attention of a decoded token in one piece, as in prefill",
             {"vllm": Application(">=0.30", "cpu", environment={"VLLM_CPU_ATTN_SPLIT_KV": "0"})},
+            in_ladder=False,
         ),
         Alignment(
             "whole-prefill",

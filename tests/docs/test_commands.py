@@ -19,6 +19,7 @@ RUN_HERE = {
     "minite-diag compare --resume runs/demo": (0,),
     "minite-diag export demo-moe -o refit --recipe te --layout compressed-tensors": (0,),
     "minite-diag explain MD102": (0,),
+    "minite-diag explain MD102 --run runs/demo": (0,),
     "minite-diag recipes": (0,),
     "minite-diag gate runs/demo --profile nvfp4": (0, 1, 3),
     "minite-diag gate runs/demo --profile fp8 --limit p99_abs=0.2": (0, 1, 3),
@@ -65,6 +66,13 @@ RUN_ELSEWHERE = {
     ),
     "minite-diag align runs/demo": (
         "tests/alignments/test_bitwise_zero.py::test_every_logprob_and_every_tensor_is_bitwise_equal"
+    ),
+    "minite-diag align runs/demo --leave-one-out --price": (
+        "tests/alignments/test_leave_one_out.py::test_what_is_left_out_is_what_is_named"
+    ),
+    "minite-diag doctor": "tests/test_doctor.py::test_what_is_installed_is_fine",
+    "minite-diag import rollouts.jsonl -o runs/training --gate nvfp4": (
+        "tests/external/test_logprobs_jsonl.py::test_equal_sides_pass_and_large_gaps_fail"
     ),
     "MINITE_DIAG_ALIGN=norm,rope,attention,activation vllm serve ...": (
         "tests/alignments/test_bitwise_zero.py::test_the_plugin_alone_gives_the_learners_bits"

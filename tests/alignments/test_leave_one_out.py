@@ -1,0 +1,55 @@
+"""All alignments but one, in real engines: the gap that returns is attributed to the one left out."""
+
+import json
+
+import pytest
+from command import minite
+
+from minite_diag.align.leave_one_out import expected_causes
+from minite_diag.alignments.base import known_alignments
+
+NAMES = ("nvfp4-linear", "norm", "rope", "attention", "activation", "router", "experts")
+
+
+def test_every_op_has_the_cause_that_leaving_it_out_brings_back() -> None:
+    expected = {name: expected_causes(name) for name, a in known_alignments().items() if a.kernels}
+    assert expected["nvfp4-linear"] is None
+    assert expected["norm"] == {"MD201"}
+    assert expected["logprobs"] == {"MD210"}
+    assert all(codes for name, codes in expected.items() if name != "nvfp4-linear")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """te-ref against transformers: the ladder of two rungs is short, and the engines are real."""
+    run = tmp_path_factory.mktemp("left-out") / "run"
+    done = minite(
+        *("compare", "--learner", "te", "--sampler", "hf:attention=eager", "--model", "demo-moe"),
+        *("--quantize", "none", "--num-probes", "2", "--modes", "score", "--out", str(run), "-q"),
+    )
+    assert done.returncode == 0, done.stderr
+    done = minite(
+        *("align", str(run), "--align", "norm", "--align", "attention"),
+        *("--leave-one-out", "--price", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_left_out_is_what_is_named(result: dict) -> None:
+    rows = {row["left_out"]: row for row in result["left_out"]}
+    assert set(rows) == {"norm", "attention"}
+    # The aligned norm is transformers' own order: leaving it out on both sides changes nothing.
+    assert rows["norm"]["attributed"] is None
+    assert rows["norm"]["causes"] == []
+    assert rows["attention"]["attributed"] is True
+    assert rows["attention"]["causes"][0]["code"] == "MD203"
+    assert rows["attention"]["first_divergence"]["site"] == "model.layers.0.self_attn.attn"
+
+
+def test_the_end_is_zero_and_its_price_is_measured_without_hooks(result: dict) -> None:
+    assert result["ladder"][-1]["closed"]["score"] == 1.0
+    for row in result["bare_price"]:
+        assert row["error"] is None
+        assert row["tokens_per_second"] > 0
+        assert row["speed_ratio"] == row["tokens_per_second"] / row["tokens_per_second_before"]
