@@ -88,7 +88,9 @@ def _apply_rotary(
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, dim = x.shape
     rows = x.transpose(1, 2).reshape(batch * tokens, heads, dim)
-    turned = rope(rows, cos.flatten(0, 1), sin.flatten(0, 1))
+    # One row of positions serves a whole batch.
+    cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in (cos, sin))
+    turned = rope(rows, cos, sin)
     return turned.view(batch, tokens, heads, dim).transpose(1, 2)
 
 

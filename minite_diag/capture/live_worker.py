@@ -27,7 +27,7 @@ from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, Sequen
 from minite_diag.capture.worker import EXIT_ERROR, Progress, _error_record, _follow_parent
 from minite_diag.engines.base import Engine, EngineInfo, ScoredTokens, TokenSequence
 from minite_diag.engines.registry import load_engine_class
-from minite_diag.errors import EngineError, MiniteDiagError, UsageError
+from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import EngineSpec, Plan, read_plan
 from minite_diag.trace.store import Trace, TraceWriter
 
@@ -181,7 +181,7 @@ def _serve(live: LiveEngine, progress: Progress) -> None:
         job = Job.from_json(line)
         try:
             file = live.do(job)
-        except MiniteDiagError as error:
+        except Exception as error:  # noqa: BLE001  one job's failure is not the session's end
             traceback.print_exc()
             progress("failed", job=job.name, **_error_record(error))
             continue

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command import ROOT, minite
 
+from minite_diag.attribute.live import attribute_live
 from minite_diag.plan import read_plan
 from minite_diag.trace.store import Trace
 
@@ -89,6 +90,25 @@ def test_decode_differs_from_nothing_either(aligned: Any) -> None:
     run, _ = aligned
     tokens = Trace(run / "traces" / "sampler-vllm").tokens
     assert (tokens["phase"] == "decode").sum() == 3 * 5
+
+
+def test_no_batch_chunk_or_decode_changes_a_bit(aligned: Any) -> None:
+    """Both engines, run again: alone, in batches of 2, 4 and 8, chunked, decoded."""
+    run, _ = aligned
+    found = attribute_live(run, lambda *_: None)
+    assert found["errors"] == []
+    legs = {(row["engine"], row["leg"]): row for row in found["legs"]}
+    batches = {f"batch-{size}" for size in (2, 4, 8)}
+    common = {"observer", "repeat", "chunked-prefill", *batches}
+    sampler = common | {"prefill-decode", "batch-decode", "decode-again"}
+    for engine, names in (("learner-te", common), ("sampler-vllm", sampler)):
+        for name in names:
+            row = legs[engine, name]
+            assert row["status"] == "measured", (engine, name, row["reason"])
+            assert row["equal"] == row["tokens"] > 0, (engine, name)
+            assert row["max_abs"] == 0.0
+    (causal,) = found["causal"]
+    assert causal["verdict"] == "equal"
 
 
 def bare_vllm(checkpoint: str, prompts: list[list[int]], align: str) -> dict[str, Any]:
