@@ -12,12 +12,16 @@ import pandas as pd
 
 PRODUCED_KINDS = ("output", "logits", "router_logits", "topk_ids", "topk_weights")
 
+BY_PROBE = 200
+
 
 def first_divergence(rows: pd.DataFrame) -> dict[str, Any] | None:
     """The earliest differing site over all probes in score mode; None if all bits are equal.
 
     `rows` are the comparison rows of one pair. `input_equal` says whether the site's own input was
-    bitwise equal (None: not seen), `weights_equal` the same for its weights.
+    bitwise equal (None: not seen), and so `weights_equal`, `codes_equal`, `scales_equal` of its
+    weights, activation codes and block scales. `by_probe` has the first site and token of each
+    probe, at most BY_PROBE of them.
     """
     tokenwise = rows[(rows["mode"] != "static") & (rows["status"] == "compared")]
     score = tokenwise[tokenwise["mode"] == "score"]
@@ -43,8 +47,26 @@ def first_divergence(rows: pd.DataFrame) -> dict[str, Any] | None:
         "rel_l2": _mean_or_none(here["rel_l2"]),
         "input_equal": _is_equal(tokenwise, earliest, "input"),
         "weights_equal": _weights_equal(rows, str(earliest["fqn"])),
+        "codes_equal": _is_equal(tokenwise, earliest, "act_codes"),
+        "scales_equal": _is_equal(tokenwise, earliest, "act_block_scale"),
+        "by_probe": _by_probe(different),
         "skipped_before": int(skipped[["fqn", "kind"]].drop_duplicates().shape[0]),
     }
+
+
+def _by_probe(different: pd.DataFrame) -> list[dict[str, Any]]:
+    """Where each probe parts: its first differing site, and the first differing token there."""
+    ordered = different.sort_values(["order", "fqn", "kind"], kind="stable")
+    first = ordered.drop_duplicates("probe").sort_values("probe", kind="stable")
+    return [
+        {
+            "probe": str(row["probe"]),
+            "site": str(row["fqn"]),
+            "kind": str(row["kind"]),
+            "position": _int_or_none(row["first_row"]),
+        }
+        for _, row in first.head(BY_PROBE).iterrows()
+    ]
 
 
 def _is_equal(rows: pd.DataFrame, site: pd.Series, kind: str) -> bool | None:
