@@ -199,7 +199,7 @@ def _align_gate() -> Iterator[str]:
     def apply(
         self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if layer.prefix.endswith(".gate"):
+        if getattr(layer, "prefix", "").endswith(".gate"):
             return matmul(x, layer.weight.detach(), bias=bias)
         found: torch.Tensor = native(self, layer, x, bias)
         return found
@@ -217,25 +217,48 @@ def align_experts(_: Any) -> Iterator[str]:
 
 
 def align_lm_head(_: Any) -> Iterator[str]:
-    """The linear method of lm_head; the weight stays as loaded."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    """The linear methods of lm_head; the weight stays as loaded.
+
+    A quantized checkpoint gives lm_head the method of linears in vLLM 0.23.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
 
     prepared: dict[int, PreparedWeight] = {}
 
-    def apply(
-        _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def product(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = layer.weight.detach()
         if weight.data_ptr() not in prepared:
             prepared[weight.data_ptr()] = PreparedWeight(weight)
         return matmul(x, prepared[weight.data_ptr()], bias=bias)
 
+    def apply(
+        _: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return product(layer, x, bias)
+
     def keep_as_loaded(_: Any, layer: Any) -> None:
         """Nothing is repacked."""
+
+    native = UnquantizedLinearMethod.apply
+
+    def apply_linear(
+        self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(layer, ParallelLMHead):
+            return product(layer, x, bias)
+        found: torch.Tensor = native(self, layer, x, bias)
+        return found
 
     _patch(UnquantizedEmbeddingMethod, "apply", apply)
     _patch(UnquantizedEmbeddingMethod, "process_weights_after_loading", keep_as_loaded)
     yield f"{UnquantizedEmbeddingMethod.__module__}.UnquantizedEmbeddingMethod.apply"
+    if not _on_cpu():
+        _patch(UnquantizedLinearMethod, "apply", apply_linear)
+        yield f"{UnquantizedLinearMethod.__module__}.UnquantizedLinearMethod.apply (lm_head)"
 
 
 def align_logprobs(_: Any) -> Iterator[str]:

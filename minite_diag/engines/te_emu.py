@@ -21,11 +21,12 @@ from torch import nn
 
 from minite_diag.engines.te import QuantizedSite, TeRefExperts
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
+from minite_kernels.nvfp4.quantize import global_scale
 from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
-EMULATED_RECIPES: Final = frozenset({"te-python"})
-"""Recipes that the reference quantizers of TE's wheel compute."""
+EMULATED_RECIPES: Final = frozenset({"te-python-cuda"})
+"""Recipes that the reference quantizers of TE's wheel compute, run on CUDA."""
 
 NATIVE_OPTIONS: Final[dict[str, dict[str, bool]]] = {
     "te": {},
@@ -57,7 +58,7 @@ def compute_capability() -> float | None:
 def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, str]:
     """(ref | emu | native, recipe) for the option `impl`, auto included.
 
-    `recipe` None means TE's default: `te`, or `te-python` where the wheel's reference computes it.
+    `recipe` None means TE's default: `te`, or `te-python-cuda` where the wheel's reference runs.
     Raises EngineUnavailable for what can't run here, UsageError for a recipe it doesn't have.
     """
     capability = compute_capability() if device.type == "cuda" else None
@@ -67,7 +68,7 @@ def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, st
         emulated = installed and capability is not None and 8.9 <= capability < 10
         if native and (recipe or "te") in NATIVE_OPTIONS:
             impl = "native"
-        elif emulated and (recipe or "te-python") in EMULATED_RECIPES:
+        elif emulated and (recipe or "te-python-cuda") in EMULATED_RECIPES:
             impl = "emu"
         else:
             impl = "ref"
@@ -81,7 +82,7 @@ def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, st
             "leave impl out: the label says which one runs",
         )
     known = NATIVE_OPTIONS if impl == "native" else EMULATED_RECIPES
-    recipe = recipe or ("te" if impl == "native" else "te-python")
+    recipe = recipe or ("te" if impl == "native" else "te-python-cuda")
     if recipe not in known:
         raise UsageError(
             f"te: impl={impl} has no recipe {recipe!r}",
@@ -154,13 +155,14 @@ class EmulatedLinear:
             codes, scales, amax = found.data, found.scale, found.global_amax_row
         amax = amax.float().reshape(()) if amax.numel() == 1 else amax.float()[:rows]
         codes = codes[:rows].contiguous()
-        encode = 2688.0 / amax
+        # TE keeps the amax alone; the scales are what its GEMM derives from it.
+        scale = global_scale(self.module.weight.detach(), self.recipe, role=role, amax=amax)
         return Nvfp4Tensor(
             codes=codes,
             block_scale=scales[:rows].contiguous().view(torch.float8_e4m3fn),
             amax=amax,
-            global_encode_scale=torch.where(amax > 0, encode, 1.0),
-            global_decode_scale=torch.where(amax > 0, 1.0 / encode, 1.0),
+            global_encode_scale=scale.encode,
+            global_decode_scale=scale.decode,
             shape=(rows, codes.shape[1] * 2),
             recipe=self.recipe,
             role=role,

@@ -277,11 +277,20 @@ _TE_RECIPES: Final = (
     replace(
         _TE_DEFAULT,
         name="te-python",
-        engine="Transformer Engine 2.20.2, shipped Python reference (te-emu)",
+        engine="Transformer Engine 2.20.2, shipped Python reference run on CPU",
         activation=_TE_PYTHON,
         weight=replace(_TE_PYTHON, tile=(16, 16)),
         gradient=_TE_PYTHON,
         gemm=GemmRecipe(alpha="(A_a*A_b)/((36*F_a)*F_b)", bias="epilogue"),
+    ),
+    # torch.div of a CUDA tensor by a number multiplies by the rounded reciprocal.
+    replace(
+        _TE_DEFAULT,
+        name="te-python-cuda",
+        engine="Transformer Engine 2.20.2, shipped Python reference run on CUDA (te-emu)",
+        activation=_TE_PYTHON,
+        weight=replace(_TE_PYTHON, tile=(16, 16)),
+        gradient=_TE_PYTHON,
     ),
     _te_four_over_six("te-4over6", 256.0, FourOverSix("mae")),
     _te_four_over_six("te-4over6-mse", 256.0, FourOverSix("mse")),

@@ -24,6 +24,9 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[2]
 CLI: Final = (sys.executable, "-m", "minite_diag.cli", "--no-progress")
 CACHE_GIB: Final = "kv_cache_gib=2"
+TRITON: Final = "attention_backend=TRITON_ATTN"
+TE_SAMPLER: Final = ("--sampler", "te:impl=emu", "--modes", "score")
+"""Scores only: under a per-tensor scale a decoded token has other bits than in its own prefill."""
 LADDER: Final = (
     "weights",
     "pow2-scale",
@@ -60,7 +63,7 @@ def compare(name: str, *arguments: str, model: str = "demo-moe", probes: int = 3
 def billion(name: str, *arguments: str) -> Step:
     """A comparison on the random MoE of about 1e9 weights; digests only, no attribution."""
     probes = ("--probes", "{out}/moe-1b/probes.jsonl", "--stats-only", "--no-attribute")
-    step = compare(f"moe-1b-{name}", *arguments, *probes, model="{out}/moe-1b/model")
+    step = compare(f"moe-1b-{name}", *arguments, *probes, model="{out}/moe-1b/model", probes=2)
     return dataclasses.replace(step, after=("moe-1b",), threads=8)
 
 
@@ -73,11 +76,11 @@ def steps() -> list[Step]:
     """Every step, those that others wait for first."""
     found = [
         Step("te-modules", (sys.executable, "{root}/tests/gpu/te_modules.py", "{out}/te-modules")),
-        compare("te-emu-vs-ref", *_te("ref,recipe=te-python"), "--sampler", "te:impl=emu"),
-        compare("te-emu-vs-te", *_te("ref,recipe=te"), "--sampler", "te:impl=emu"),
+        compare("te-emu-vs-ref", *_te("ref,recipe=te-python-cuda"), *TE_SAMPLER),
+        compare("te-emu-vs-cpu-ref", *_te("ref,recipe=te-python"), *TE_SAMPLER),
+        compare("te-emu-vs-te", *_te("ref,recipe=te"), *TE_SAMPLER),
         compare("bf16", "--quantize", "none", "--learner", "hf", *vllm()),
-        compare("bf16-flash", "--quantize", "none", "--learner", "hf", *_flash()),
-        compare("te-emu-vs-vllm-bf16", "--quantize", "none", *_te("ref"), *vllm()),
+        compare("bf16-triton", "--quantize", "none", "--learner", "hf", *vllm(TRITON)),
         compare("marlin", *_te("emu"), *vllm()),
         compare("emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation")),
         compare(
@@ -93,28 +96,70 @@ def steps() -> list[Step]:
         ),
     ]
     legs = [
-        Step(f"legs-{name}", (*CLI, "attribute", f"{{out}}/{name}"), after=(name,), run=name)
+        Step(
+            f"live-{name}",
+            (*CLI, "attribute", f"{{out}}/{name}", "--live", "--budget", "150"),
+            (name,),
+            name,
+        )
         for name in ("marlin", "emulation", "bf16")
     ]
+    aligned = [word for rung in LADDER for word in ("--align", rung)]
+    large = [
+        Step("moe-1b", (sys.executable, "{root}/tests/gpu/random_moe.py", "{out}/moe-1b")),
+        billion("bf16", "--quantize", "none", "--learner", "hf", *vllm()),
+        billion("marlin", *_te("emu"), *vllm(), "--modes", "score"),
+        dataclasses.replace(
+            billion(
+                "emulation",
+                *_te("ref,recipe=te-python-cuda"),
+                *vllm("nvfp4_recipe=vllm-emulation"),
+                *("--modes", "score"),
+            ),
+            after=("moe-1b-marlin",),
+        ),
+        billion("aligned", *_te("ref"), *vllm(TRITON), *aligned),
+    ]
+    flash = vllm("attention_backend=FLASH_ATTN")
     return [
         *found,
         *legs,
-        *ladder("ladder"),
-        *ladder("ladder-flash", "attention_backend=FLASH_ATTN"),
+        *large,
+        *demo(aligned),
+        *ladder("ladder", TRITON),
+        compare("aligned-flash", *_te("ref"), *flash, *aligned, "--no-attribute"),
     ]
+
+
+def demo(aligned: list[str]) -> list[Step]:
+    """SmolLM2; the first run converts the checkpoint for the others."""
+    found = [
+        compare("demo-bf16", "--quantize", "none", "--learner", "hf", *vllm(), model="demo"),
+        compare("demo-marlin", *_te("emu"), *vllm(), model="demo"),
+        compare("demo-emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation"), model="demo"),
+        compare("demo-aligned", *_te("ref"), *vllm(TRITON), *_dense(aligned), model="demo"),
+    ]
+    # The first converts the checkpoint, the second exports for the third.
+    waits = ((), ("demo-bf16",), ("demo-marlin",), ("demo-bf16",))
+    return [
+        dataclasses.replace(step, after=after, threads=4)
+        for step, after in zip(found, waits, strict=True)
+    ]
+
+
+def _dense(aligned: list[str]) -> list[str]:
+    """Without the alignments that need experts."""
+    pairs = zip(aligned[::2], aligned[1::2], strict=True)
+    return [word for pair in pairs if pair[1] not in ("router", "experts") for word in pair]
 
 
 def _te(impl: str) -> tuple[str, str]:
     return "--learner", f"te:impl={impl}"
 
 
-def _flash() -> tuple[str, str]:
-    return vllm("attention_backend=FLASH_ATTN")
-
-
-def ladder(name: str, backend: str = "attention_backend=TRITON_ATTN") -> list[Step]:
+def ladder(name: str, backend: str) -> list[Step]:
     """The rungs at the same time, each in the folder where `align` looks for it, then `align`."""
-    engines = ("--learner", "te:impl=ref", *vllm(backend))
+    engines = (*_te("ref"), *vllm(backend))
     found = [compare(name, *engines)]
     for count in range(1, len(LADDER) + 1):
         folder = f"{name}/align/{count}-{LADDER[count - 1]}"
@@ -122,7 +167,8 @@ def ladder(name: str, backend: str = "attention_backend=TRITON_ATTN") -> list[St
         step = compare(folder, *engines, *named, "--no-attribute")
         found.append(dataclasses.replace(step, name=f"{name}-{count}"))
     rungs = tuple(step.name for step in found)
-    found.append(Step(f"{name}-table", (*CLI, "align", f"{{out}}/{name}", *LADDER), rungs, name))
+    named = [word for rung in LADDER for word in ("--align", rung)]
+    found.append(Step(f"{name}-table", (*CLI, "align", f"{{out}}/{name}", *named), rungs, name))
     return found
 
 
@@ -247,8 +293,9 @@ def pack(out: Path, archive: Path) -> None:
     kept = out.parent / "kept"
     shutil.rmtree(kept, ignore_errors=True)
     wanted = {"summary.json", "plan.json", "align.json", "results.json", "attribution.json"}
-    for file in [*out.rglob("*.json"), *out.rglob("*.log"), *out.rglob("manifest.json")]:
-        if file.name not in wanted and file.suffix != ".log" and file.name != "manifest.json":
+    wanted |= {"te-modules.json", "manifest.json"}
+    for file in [*out.rglob("*.json"), *out.rglob("*.log")]:
+        if file.name not in wanted and file.suffix != ".log":
             continue
         target = kept / file.relative_to(out)
         target.parent.mkdir(parents=True, exist_ok=True)

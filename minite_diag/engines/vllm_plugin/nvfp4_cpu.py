@@ -15,6 +15,7 @@ private part of vLLM is touched only in versions that this module knows.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
@@ -95,6 +96,9 @@ def register_linear(kernel: type | None = None) -> None:
     if platform == PlatformEnum.CUDA:
         _check_private_version("NVFP4 linears")
         table[platform].sort(key=lambda known: known is not kernel)
+        if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+            # Then vLLM forces its emulation, by this name, whatever the table says.
+            cast("Any", linear).EmulationNvFp4LinearKernel = kernel
 
 
 def _check_private_version(what: str) -> None:

@@ -101,13 +101,15 @@ def _write_expert_scales(
 
 def _stored_expert_scale(layer: ExpertLayer, fused: str, snapshot: WeightSnapshot) -> torch.Tensor:
     """FP32 [E] as loaded, where the kernel (Marlin) made scales of its own; gate and up share."""
-    names = f"{fused}_weight_scale_2", f"{fused}_weight_global_scale"
-    for name in names:
-        found = snapshot.spilled(layer.holder, name)
-        if found is not None:
-            decode = found.float() if name == names[0] else 1.0 / found.float()
-            return decode.reshape(len(decode), -1)[:, 0].contiguous()
-    raise EngineError(f"{layer.name}: no weight scale of {fused} as loaded", "report this")
+    if hasattr(layer.weights, f"{fused}_weight_global_scale"):
+        # compressed-tensors: the reciprocal, which its own method leaves alone.
+        stored = getattr(layer.weights, f"{fused}_weight_global_scale").data.float().reciprocal()
+    else:
+        found = snapshot.spilled(layer.holder, f"{fused}_weight_scale_2")
+        if found is None:
+            raise EngineError(f"{layer.name}: no weight scale of {fused} as loaded", "report this")
+        stored = found.float()
+    return stored.reshape(len(stored), -1)[:, 0].contiguous()
 
 
 def _write_others(model: nn.Module, snapshot: WeightSnapshot, recorder: Recorder) -> None:
