@@ -33,6 +33,8 @@ DASHES: Final = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
 HATCHES: Final = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 WIDTH: Final = 6.6
 """Inches of a figure in half of the page's width: text comes out at about its own size."""
+LABEL_ROOM: Final = 66
+"""Characters of labels that fit side by side under an axis."""
 HEAT_WIDTH: Final = 10.5
 MAX_CELL_TEXT: Final = 1000
 """Cells up to which a heat map carries its numbers."""
@@ -197,7 +199,7 @@ def histogram(
         for i, (name, values) in enumerate(series):
             at = np.arange(len(edges)) + (i - (len(series) - 1) / 2) * width
             axes.bar(at, values, width * 0.92, **_fill(i), label=_short(name))
-        step = max(1, math.ceil(len(edges) / 18))
+        step = max(1, math.ceil(sum(len(edge) + 2 for edge in edges) / LABEL_ROOM))
         axes.set_xticks(range(0, len(edges), step), list(edges)[::step])
         axes.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
         axes.set_xlabel(x_label)
@@ -273,9 +275,9 @@ def _scale(known: Sequence[float], log: bool, low_is_good: bool) -> Any:
     if not log:
         top = max(positive)
         return lambda value: value / top
-    bottom, top = math.log10(min(positive)), math.log10(max(positive))
-    if top - bottom < 1e-9:
-        return lambda value: 0.0 if value <= 0 else 0.5
+    top = math.log10(max(positive))
+    # A decade at least: what differs by a few per cent has almost the same shade.
+    bottom = min(math.log10(min(positive)), top - 1.0)
     return lambda value: (
         0.0 if value <= 0 else 0.12 + 0.88 * (math.log10(value) - bottom) / (top - bottom)
     )
@@ -322,7 +324,7 @@ def _legend(axes: Axes) -> None:
     """Above the axes, in as many columns as the longest name leaves room for."""
     names = axes.get_legend_handles_labels()[1]
     longest = max((len(name) for name in names), default=1)
-    room = max(1, 78 // (longest + 8))
+    room = max(1, LABEL_ROOM // (longest + 8))
     axes.legend(
         loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(room, len(names) or 1), borderpad=0
     )

@@ -141,7 +141,7 @@ def _pair(
     return {
         **pair,
         "key": key,
-        "title": " and ".join(words.name_of(pair[role]) for role in ("learner", "sampler")),
+        "title": _title(pair, several=len(summary["pairs"]) > 1),
         "gaps": [{**gap, "text": html_tokens.interval_text(gap)} for gap in gaps],
         "numbers": html_tokens.numbers_table(gaps, key),
         "tails": html_tokens.tails(gaps),
@@ -162,6 +162,17 @@ def _pair(
         "scales": html_scales.scales_of(run, ends, key),
         "environment": html_run.environment_of(manifests, pair, key),
     }
+
+
+def _title(pair: Json, *, several: bool) -> str:
+    """Both engines by what ran; with their ids where there are other pairs to confuse them with."""
+    names = [
+        f"{pair[role]['id']} ({words.name_of(pair[role])})"
+        if several
+        else words.name_of(pair[role])
+        for role in ("learner", "sampler")
+    ]
+    return " and ".join(names)
 
 
 def _of(frame: pd.DataFrame, ends: tuple[str, str]) -> pd.DataFrame:

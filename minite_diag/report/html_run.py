@@ -115,6 +115,7 @@ def ladder_of(ladder: Json, key: str) -> Json:
             rows,
         ),
         "told": [
+            *_backward(rungs),
             *(
                 f"{row['engine']}: {words.bare_price(row)}"
                 for row in ladder.get("bare_price") or []
@@ -125,6 +126,15 @@ def ladder_of(ladder: Json, key: str) -> Json:
             ),
         ],
     }
+
+
+def _backward(rungs: list[Json]) -> list[str]:
+    """What the backward pass computes, and in which rungs."""
+    said: dict[str, list[str]] = {}
+    for rung in rungs:
+        if rung.get("backward"):
+            said.setdefault(rung["backward"], []).append(rung["rung"])
+    return [f"backward: {text}: {', '.join(names)}" for text, names in said.items()]
 
 
 def _float(shown: str) -> float | None:

@@ -79,6 +79,8 @@ def gap_of(rows: pd.DataFrame, sampler: str) -> list[dict[str, Any]]:
 
 def interval_text(gap: Mapping[str, Any]) -> str:
     """`1.29 [1.15, 1.56]`, or why there is no interval."""
+    if gap["equal"] == gap["tokens"]:
+        return "0, every token bitwise equal:"
     value = words.number(gap["estimate"])
     if gap["low"] is None:
         return f"{value} (no interval below {MIN_SEQUENCES} sequences)"

@@ -183,10 +183,19 @@ def causal_text(causal: dict[str, Any]) -> str:
     shown = ", ".join(f"{share['name']} {share['closed']:.0%}" for share in shares)
     text = f"{causal['verdict']}; share of the gap that correcting one op closes: {shown}"
     if causal["smallest"]:
-        smallest = causal["smallest"]
-        names = ", ".join([*smallest["ops"], *smallest["layers"]])
-        text += f"; {names} close {smallest['closed']:.0%}"
+        text += f"; {_smallest(causal['smallest'])}"
     return f"{text}. {causal['reason']}" if causal["reason"] else text
+
+
+def _smallest(found: dict[str, Any]) -> str:
+    """The fewest op classes, and the fewest layers, that were measured to be enough."""
+    told = []
+    for group, before in (("ops", ""), ("layers", "layers ")):
+        if found[group]:
+            closed = found.get(f"closed_{group}") or found["closed"]
+            verb = "close" if len(found[group]) > 1 or group == "layers" else "closes"
+            told.append(f"{before}{', '.join(found[group])} {verb} {closed:.0%}")
+    return "; ".join(told)
 
 
 def rung_cells(rung: dict[str, Any]) -> list[str]:
