@@ -363,7 +363,8 @@ def _inline(document: str, key: str) -> str:
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{key}-", svg)
     # For the pointer: a keyboard has the same links in the table of the numbers.
-    svg = re.sub(rf'href="{_PLACE}([^"]*)" target="_blank"', r'href="#\1" tabindex="-1"', svg)
+    link = rf'<a href="{_PLACE}([^"]*)" target="_blank">(.*?)</a>'
+    svg = re.sub(link, r'<g data-go="\1">\2</g>', svg, flags=re.DOTALL)
     svg = re.sub(rf'<g id="(?!{key}-cell-)[^"]*"', "<g", svg)
     svg = re.sub(r"#0a000([1-6])", r"var(--s\1)", svg)
     for stand_in, name in ((INK, "ink"), (GRID, "grid"), (PAPER, "paper")):

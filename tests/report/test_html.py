@@ -63,6 +63,9 @@ def test_ids_are_unique_and_every_link_leads_somewhere(page: Page) -> None:
     links = [a["href"] for tag, a in page.found if tag in ("a", "use") and "href" in a]
     assert [link for link in links if not link.startswith("#") or link[1:] not in ids] == []
     assert any(link.startswith("#p1-s") for link in links)
+    places = [a["data-go"] for _, a in page.found if "data-go" in a]
+    assert places
+    assert set(places) <= set(ids)
 
 
 def test_nothing_is_loaded_from_anywhere(page: Page) -> None:
