@@ -20,7 +20,7 @@ PASSES: Final = 2
 
 def bare_price(before: Path, after: Path, report: Report) -> list[dict[str, Any]]:
     """Tokens per second and peak memory of each engine, aligned and as it is, with their ratios."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for spec in read_plan(before).engines:
         try:
             old, new = (_measure(run, spec.id, report) for run in (before, after))
