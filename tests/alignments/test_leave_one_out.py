@@ -1,6 +1,7 @@
 """All alignments but one, in real engines: the gap that returns is attributed to the one left out."""
 
 import json
+from pathlib import Path
 
 import pytest
 from command import minite
@@ -53,3 +54,9 @@ def test_the_end_is_zero_and_its_price_is_measured_without_hooks(result: dict) -
         assert row["error"] is None
         assert row["tokens_per_second"] > 0
         assert row["speed_ratio"] == row["tokens_per_second"] / row["tokens_per_second_before"]
+
+
+def test_the_report_shows_the_ladder(result: dict) -> None:
+    text = (Path(result["before"]["run"]) / "report.html").read_text()
+    for said in ("Gap after each alignment", "+ attention", "without attention", "without hooks"):
+        assert said in text
