@@ -55,6 +55,11 @@ def compute_capability() -> float | None:
     return major + minor / 10
 
 
+def is_installed() -> bool:
+    """Whether Transformer Engine is there to be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, str]:
     """(ref | emu | native, recipe) for the option `impl`, auto included.
 
@@ -62,7 +67,7 @@ def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, st
     Raises EngineUnavailable for what can't run here, UsageError for a recipe it doesn't have.
     """
     capability = compute_capability() if device.type == "cuda" else None
-    installed = importlib.util.find_spec("transformer_engine") is not None
+    installed = is_installed()
     if impl == "auto":
         native = installed and capability is not None and capability >= 10
         emulated = installed and capability is not None and 8.9 <= capability < 10
