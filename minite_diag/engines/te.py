@@ -13,7 +13,6 @@ imitated.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,11 +211,10 @@ class TeEngine(HfEngine):
 
 
 def best_label() -> str:
-    """Te where TE's NVFP4 kernels run (compute capability 10+), te-emu from 8.9, else te-ref."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
-        return "te-ref"
-    capability = torch.cuda.get_device_capability()
-    return "te" if capability >= (10, 0) else "te-emu" if capability >= (8, 9) else "te-ref"
+    """What runs under TE's default recipe here: te (native), te-emu or te-ref."""
+    from minite_diag.engines import te_emu
+
+    return LABELS[te_emu.choose("auto", None, torch.device(_default_device()))[0]]
 
 
 def _flag(text: str, name: str) -> bool:

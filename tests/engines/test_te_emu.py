@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from minite_diag.engines import te_emu
+from minite_diag.engines import te, te_emu
 from minite_diag.engines.te import TeRefExperts
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
 from minite_kernels.nvfp4.gemm import gemm, prepare
@@ -201,3 +201,15 @@ def test_without_te_its_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_emu.choose("auto", None, torch.device("cuda")) == ("ref", "te")
     with pytest.raises(EngineUnavailable, match="no transformer_engine"):
         te_emu.choose("emu", None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "label"), ((None, "te-ref"), (9.0, "te-emu"), (10.0, "te"), (8.0, "te-ref"))
+)
+def test_doctor_names_what_auto_chooses(
+    capability: float | None, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(te_emu, "compute_capability", lambda: capability)
+    monkeypatch.setattr(te_emu, "is_installed", lambda: True)
+    monkeypatch.setattr(te, "_default_device", lambda: "cuda" if capability else "cpu")
+    assert te.best_label() == label
