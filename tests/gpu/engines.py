@@ -98,7 +98,7 @@ def steps() -> list[Step]:
     legs = [
         Step(
             f"live-{name}",
-            (*CLI, "attribute", f"{{out}}/{name}", "--live", "--budget", "80"),
+            (*CLI, "attribute", f"{{out}}/{name}", "--live", "--budget", "200"),
             (name,),
             name,
         )
