@@ -39,6 +39,7 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         *("--num-probes", "3", "--sample-tokens", "6", "--capture-sample"),
         *("--out", str(run), "--json", "-q", "--gate", "bitwise"),
         *(f"--align={name}" for name in ALL),
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stderr
     return run, json.loads(done.stdout)
@@ -97,7 +98,7 @@ def bare_sglang(checkpoint: str, prompts: list[list[int]], align: str) -> dict[s
         input=json.dumps(prompts),
         capture_output=True,
         text=True,
-        env={**os.environ, "MINITE_DIAG_ALIGN": align},
+        env={**os.environ, "MINITE_DIAG_ALIGN": align, "OMP_NUM_THREADS": "1"},
         timeout=300,
         cwd=ROOT / "tests",
     )

@@ -62,6 +62,8 @@ def start(job, root, name):
     environment["PYTHONPATH"] = str(Path(minite_diag.__file__).parents[1])
     # For a user's own processes: where the tool is in charge, the plan says what is aligned.
     environment["MINITE_DIAG_ALIGN"] = "norm"
+    # Threads that wait for busy cores cost more than these sizes gain.
+    environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         [engine_python("sglang"), str(SCRIPT), str(job_file)],
         env=environment,

@@ -9,12 +9,15 @@ from minite_diag.attribute.local_error import born_here
 @pytest.fixture(scope="module")
 def found(real):
     """Live attribution of BF16 SGLang against transformers on demo-moe."""
-    folder = real(
-        "hf-sglang",
-        *("--learner", "hf", "--sampler", "sglang", "--quantize", "none", "--model", "demo-moe"),
-        *("--num-probes", "1", "--sample-tokens", "6", "--capture-sample"),
-    )
-    result = attribute_live(folder, lambda spec, event: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        folder = real(
+            "hf-sglang",
+            *("--learner", "hf", "--sampler", "sglang", "--quantize", "none"),
+            *("--model", "demo-moe", "--num-probes", "1"),
+            *("--sample-tokens", "6", "--capture-sample"),
+        )
+        result = attribute_live(folder, lambda spec, event: None)
     assert result["errors"] == []
     return result
 
