@@ -97,8 +97,10 @@ def application(name: str, engine: str) -> Application | None:
 def apply_environment(engine: str, names: Sequence[str]) -> dict[str, str]:
     """Set the variables of the named alignments in this process; returns what was set.
 
-    To be called before the engine's library is imported: some read them then.
+    To be called before the engine's library is imported: some read them then. MINITE_DIAG_ALIGN of
+    the user's shell is dropped: in our own processes the plan alone says what is aligned.
     """
+    os.environ.pop(ENVIRONMENT, None)
     wanted: dict[str, str] = {}
     for name in names:
         found = application(name, engine)

@@ -98,6 +98,12 @@ def test_settings_do_nothing_to_a_model_and_say_so(model):
         pass
 
 
+def test_the_shell_s_alignments_do_not_reach_our_own_engines(monkeypatch):
+    monkeypatch.setenv("MINITE_DIAG_ALIGN", "norm")
+    assert apply_environment("vllm", []) == {}
+    assert "MINITE_DIAG_ALIGN" not in os.environ
+
+
 def test_variables_are_set_before_an_engine_loads(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_ATTN_SPLIT_KV", raising=False)
     assert apply_environment("vllm", ["decode-as-prefill", "norm"]) == {
