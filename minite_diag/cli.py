@@ -263,14 +263,20 @@ def attribute(
     budget: Annotated[
         int | None, typer.Option(min=1, help="Bound of forward passes with --live.")
     ] = None,
+    patch: Annotated[
+        list[str] | None,
+        typer.Option(help="With --live: glob of sites whose own share is measured; repeat."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
 ) -> None:
     """Say where the gap of a stored run is born and why, with cause codes."""
     with reporting_errors(as_json):
         from minite_diag.compare_command import CompareFlow
 
+        if patch and not live:
+            raise UsageError("--patch runs the engines again", "add --live")
         found = CompareFlow(console(), progress=shows_progress()).attribute(
-            run, live=live, budget=budget
+            run, live=live, budget=budget, patches=patch or []
         )
         if as_json:
             typer.echo(json.dumps(found, indent=1))

@@ -65,7 +65,7 @@ class CompareFlow:
 
         if attribute:
             self.say("searching for causes")
-            self._attribute(run, live=False, budget=None)
+            self._attribute(run, live=False, budget=None, patches=[])
         summary = read_summary(run)
         if gate is not None:
             summary = with_gate(summary, check_gate(run, summary, gate))
@@ -76,12 +76,14 @@ class CompareFlow:
             print_gate(summary, self.console)
         return summary
 
-    def attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
+    def attribute(
+        self, run: Path, *, live: bool, budget: int | None, patches: list[str]
+    ) -> dict[str, Any]:
         """Attribute a stored run and render its report again; returns the attribution object."""
         from minite_diag.report.html import write_report
         from minite_diag.stored_summary import read_summary
 
-        found = self._attribute(run, live=live, budget=budget)
+        found = self._attribute(run, live=live, budget=budget, patches=patches)
         summary = read_summary(run)
         write_report(run, summary, None)
         print_summary(summary, self.console)
@@ -99,10 +101,12 @@ class CompareFlow:
         print_ladder(result, self.console)
         return result
 
-    def _attribute(self, run: Path, *, live: bool, budget: int | None) -> dict[str, Any]:
+    def _attribute(
+        self, run: Path, *, live: bool, budget: int | None, patches: list[str]
+    ) -> dict[str, Any]:
         from minite_diag.attribute.stage import attribute
 
-        return attribute(run, self._report, live=live, budget=budget)
+        return attribute(run, self._report, live=live, budget=budget, patches=patches)
 
     def _report(self, spec: EngineSpec, event: dict[str, Any]) -> None:
         kind = event["event"]

@@ -368,14 +368,20 @@ def _export(
     say("calibrating activation scales on the probes")
     calibration = calibrate(checkpoint, [probe.token_ids for probe in probes], quantized)
     say(f"exporting NVFP4 ({request.export_recipe}, {request.layout} layout)")
-    return export(
-        checkpoint,
-        request.export_recipe,
-        _layout(request.layout),
-        folder,
-        request.quantize,
-        calibration,
-    )
+    try:
+        return export(
+            checkpoint,
+            request.export_recipe,
+            _layout(request.layout),
+            folder,
+            request.quantize,
+            calibration,
+        )
+    except CheckpointError:
+        # Another run made the same export meanwhile: its name says all that it was made from.
+        if not folder.exists():
+            raise
+        return resolve(str(folder), cache)
 
 
 def _layout(name: str) -> Layout:

@@ -16,7 +16,7 @@ half of the gap (interaction dominates, as W4A4 makes it), or all of them close 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from minite_diag.attribute.gap import Key, closed, gap, live_logprobs
 from minite_diag.attribute.live_runs import BudgetSpent, LiveRuns
 from minite_diag.attribute.local_error import LocalRun, op_class
 from minite_diag.capture.live import Job, JobResult, Patch, SequenceSpec
-from minite_diag.site import Site
+from minite_diag.site import Site, matches
 
 MAX_INTERACTION: Final = 0.5
 MIN_CLOSED_BY_ALL: Final = 0.9
@@ -143,11 +143,13 @@ def measure_shares(
     floor: float,
     layer_outputs: Mapping[int, Site],
     operands: OperandExperiment | None = None,
+    patches: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The causal record of one pair.
 
     `floor` is the noise of the engines themselves (mean_abs), `layer_outputs` the baseline's
-    captured layer outputs, `operands` what to swap inside of quantized linears.
+    captured layer outputs, `operands` what to swap inside of quantized linears. `patches` are
+    site globs, each corrected by itself, and their linears' weights swapped.
     """
     born = with_routing(experiment.local.born())
     everything = frozenset(born)
@@ -163,6 +165,7 @@ def measure_shares(
         "upstream": [],
         "operands": [],
         "operand_sites": 0,
+        "patches": [],
         "interaction_ops": None,
         "interaction_layers": None,
         "smallest": None,
@@ -178,6 +181,8 @@ def measure_shares(
     if not before["mean_abs"]:
         return record | {"verdict": "equal", "reason": "every log-probability is equal"}
     try:
+        for glob in patches:
+            record["patches"] += list(_patch(experiment, glob, born, operands, before))
         _fill(record, experiment, everything, ops, layers)
         record["upstream"] = [
             _upstream(experiment, layer, layer_outputs[layer], before)
@@ -214,6 +219,42 @@ class OperandExperiment:
     sites: tuple[str, ...]
     parts: tuple[str, ...]
     reason: str = ""
+
+
+def _patch(
+    experiment: Experiment,
+    glob: str,
+    born: list[Site],
+    operands: OperandExperiment | None,
+    before: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Shares of the sites that a glob names: their outputs corrected, their weights swapped."""
+    sites = frozenset(site for site in born if matches(site.fqn, site.kind, (glob,)))
+    if not sites:
+        yield {"name": glob, "part": "output", "sites": 0, "closed": 0.0, "gap": before}
+        return
+    share = _share(
+        experiment, f"patch-{glob}", glob, frozenset(with_routing(sorted(sites))), before
+    )
+    yield share | {"part": "output"}
+    if operands is None or operands.reason:
+        return
+    chosen = tuple(s for s in operands.sites if matches(*_split(s), (glob,)))
+    for part in operands.parts if chosen else ():
+        result = experiment.swap(f"patch-{glob}-{part}", operands.swap, (part,), chosen)
+        after = experiment.gap(result)
+        yield {
+            "name": glob,
+            "part": part,
+            "sites": len(chosen),
+            "closed": closed(before, after),
+            "gap": after,
+        }
+
+
+def _split(site: str) -> tuple[str, str]:
+    parsed = Site.parse(site)
+    return parsed.fqn, parsed.kind
 
 
 def _swap_operands(

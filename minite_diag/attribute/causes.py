@@ -43,6 +43,7 @@ CAUSES: Final = {
         Cause("MD116", "signs of zero, ties or NaN are encoded by another rule"),
         Cause("MD117", "GEMM accumulates in another order or precision"),
         Cause("MD118", "static activation scales differ"),
+        Cause("MD119", "block scales are read in another layout (swizzle, padding)"),
         Cause("MD199", "codes that no known arithmetic reproduces"),
         Cause("MD201", "norm computes other bits from equal input"),
         Cause("MD202", "RoPE computes other bits from equal input"),

@@ -132,6 +132,7 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
         Fix("any", "export", "minite-diag export MODEL -o DIR", note="one export for both engines"),
         _POW2,
     ),
+    "MD119": (Fix("any", "export", "minite-diag export MODEL -o DIR", note="linear scales"),),
     "MD201": (_align("norm"),),
     "MD202": (_align("rope"),),
     "MD203": (

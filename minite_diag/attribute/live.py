@@ -50,13 +50,16 @@ def attribute_live(
     budget: int | None = None,
     engines: Sequence[str] | None = None,
     open_session: OpenSession = LiveSession,
+    patches: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the engines of a captured and compared run again; returns the object above.
 
     `budget` bounds the forwards (one sequence through one model); `engines` limits the samplers;
-    `open_session` starts an engine, by default in a process of its own.
+    `open_session` starts an engine, by default in a process of its own; `patches` are site globs
+    whose own share is measured too.
     """
     attribution = _Attribution(run, report, ForwardBudget(budget), open_session)
+    attribution.patches = patches
     return attribution.all(engines)
 
 
@@ -65,6 +68,7 @@ class _Attribution:
         self, run: Path, report: runner.Report, budget: ForwardBudget, open_session: OpenSession
     ) -> None:
         self.run, self.report, self.budget = run, report, budget
+        self.patches: Sequence[str] = ()
         self.plan: Plan = read_plan(run)
         self.open_session = open_session
         self.found: dict[str, Any] = {
@@ -129,7 +133,14 @@ class _Attribution:
         tokens = Trace(self.run / "traces" / spec.id).tokens
         keys = zip(tokens["mode"], tokens["source"], tokens["probe"], strict=True)
         score = [key for key in dict.fromkeys(keys) if key[0] == "score"][:LEG_SEQUENCES]
-        if not score or not self.budget.allows(len(score)):
+        if not score:
+            return
+        if not self.budget.allows(len(score)):
+            reason = f"the budget of {self.budget.limit} forwards is spent"
+            self.found["legs"].append(
+                leg_row(spec.id, "production", "in production settings", reason)
+            )
+            self._skip("leg production", spec.id, reason)
             return
         try:
             with LiveSession(self.run, spec.id, self.report, options) as session:
@@ -219,6 +230,7 @@ class _Attribution:
                     self._floor(learner, target),
                     layer_outputs(baseline, keys),
                     self._operands(learner, target),
+                    self.patches,
                 )
             )
         finally:

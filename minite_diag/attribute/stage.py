@@ -8,7 +8,7 @@ Invariant: a semantic hit makes the pair incomparable, and no other finding is g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,11 +33,17 @@ ATTRIBUTION_SCHEMA: Final = 1
 
 
 def attribute(
-    run: Path, report: Report, *, live: bool = False, budget: int | None = None
+    run: Path,
+    report: Report,
+    *,
+    live: bool = False,
+    budget: int | None = None,
+    patches: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Find the causes of each pair's gap; writes both files and returns the object in the JSON.
 
-    `budget` bounds the forward passes of the live half. Raises TraceError for a damaged run.
+    `budget` bounds the forward passes of the live half, `patches` are site globs that it patches
+    one by one. Raises TraceError for a damaged run.
     """
     plan = read_plan(run)
     comparison = read_table(run / "comparison.parquet", COMPARISON).to_pandas()
@@ -59,7 +65,7 @@ def attribute(
         _write(run, result)
         from minite_diag.attribute.live import attribute_live
 
-        result["live"] = attribute_live(run, report, budget=budget)
+        result["live"] = attribute_live(run, report, budget=budget, patches=patches)
         for pair in pairs:
             add_effects(pair, result["live"])
     _write(run, result)
@@ -197,7 +203,7 @@ def _live_rows(live: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         }
     for causal in live["causal"]:
         ends = {"baseline": causal["baseline"], "target": causal["target"]}
-        for group in ("ops", "layers", "operands"):
+        for group in ("ops", "layers", "operands", "patches"):
             for share in causal[group]:
                 yield {
                     **ends,

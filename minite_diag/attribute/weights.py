@@ -25,9 +25,12 @@ from minite_diag.metrics import is_bitwise_equal
 from minite_diag.plan import Plan
 from minite_diag.site import Site
 from minite_kernels.nvfp4.format import decode_e2m1
+from minite_kernels.nvfp4.layout import ScaleLayout, unswizzle_scale
 
 GAIN: Final = 0.02
 """Relative error of a part's scale above which it is a fault, not rounding."""
+ROUNDING: Final = 0.2
+"""Relative L2 error that no rule of NVFP4 rounding makes."""
 UNLIKE: Final = 0.5
 """Relative L2 difference from the master above which the weight is another weight."""
 
@@ -176,9 +179,38 @@ def _against_master(plan: Plan, side: Side) -> Iterator[Finding]:
         master = read_tensor(folder, f"{fqn}.weight").double()
         if held.shape != master.shape:
             continue
+        layout = _other_layout(side, fqn, held, master)
+        if layout is not None:
+            evidence = {"rel_l2": float((held - master).norm() / master.norm())}
+            text = f"the block scales of {fqn} are in the {layout} layout, and read as linear"
+            yield Finding("MD119", fqn, f"{side.trace.id}: {text}", evidence, "measured")
+            continue
         code, text, evidence = _judge(fqn, held, master, folder)
         if code is not None:
             yield Finding(code, fqn, f"{side.trace.id}: {text}", evidence, "measured")
+
+
+def _other_layout(
+    side: Side, fqn: str, held: torch.Tensor, master: torch.Tensor
+) -> ScaleLayout | None:
+    """The swizzled layout in which the block scales make sense, where the linear one doesn't."""
+    size = master.norm()
+    error = float((held - master).norm() / size)
+    if error <= ROUNDING:
+        return None
+    found = side.read(STATIC, Site(fqn, "weight_block_scale"))
+    assert found is not None
+    rows, blocks = found.tensor.shape
+    layouts: tuple[ScaleLayout, ...] = ("128x4", "8x4")
+    for layout in layouts:
+        try:
+            linear = unswizzle_scale(found.tensor, (rows, blocks), layout)
+        except (ValueError, RuntimeError):
+            continue
+        decoded = decoded_weight(side, fqn, linear)
+        if decoded is not None and float((decoded - master).norm() / size) < error / 2:
+            return layout
+    return None
 
 
 def _judge(
@@ -212,15 +244,21 @@ def _nearest_rows(held: torch.Tensor, master: torch.Tensor) -> torch.Tensor | No
     return best.indices if unique and float(best.values.min()) > 1.0 - UNLIKE / 2 else None
 
 
-def decoded_weight(side: Side, fqn: str) -> torch.Tensor | None:
-    """Codes * block scale * global decode scale as float64 [N, K]; None without codes."""
+def decoded_weight(
+    side: Side, fqn: str, block_scale: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Codes * block scale * global decode scale as float64 [N, K]; None without codes.
+
+    `block_scale` [N, K/16] is taken instead of the held one.
+    """
     parts = [
         side.read(STATIC, Site(fqn, kind))
         for kind in ("weight_codes", "weight_block_scale", "weight_global_decode_scale")
     ]
     if any(part is None for part in parts):
         return None
-    codes, block_scale, scale = (part.tensor for part in parts if part is not None)
+    codes, held, scale = (part.tensor for part in parts if part is not None)
+    block_scale = held if block_scale is None else block_scale
     values = decode_e2m1(unpack(codes)).double()
     spread = block_scale.float().double().repeat_interleave(16, -1)[:, : values.shape[1]]
     return values * spread * float(scale.double().reshape(-1)[0])

@@ -134,6 +134,11 @@ def live_lines(live: dict[str, Any]) -> list[tuple[str, str]]:
     if equal:
         lines.append(("not in", f"{', '.join(equal)}: bitwise equal on equal inputs"))
     lines += [("causal", causal_text(causal)) for causal in live["causal"]]
+    lines += [
+        ("patch", f"{p['name']} ({p['part']}, {p['sites']} sites) closes {p['closed']:.1%}")
+        for causal in live["causal"]
+        for p in causal.get("patches", [])
+    ]
     lines += [("routing", routing["text"]) for routing in live["routing"]]
     return lines
 

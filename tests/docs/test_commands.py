@@ -64,6 +64,10 @@ RUN_ELSEWHERE = {
         "tests/main_job/test_attribute_command.py::"
         "test_live_attribution_reaches_the_summary_and_the_report"
     ),
+    "minite-diag attribute runs/demo --live --patch '*.layers.0.self_attn.*'": (
+        "tests/attribute/live/test_planted_faults.py::"
+        "test_one_site_or_one_layer_can_be_patched_by_name"
+    ),
     "minite-diag align runs/demo": (
         "tests/alignments/test_bitwise_zero.py::test_every_logprob_and_every_tensor_is_bitwise_equal"
     ),

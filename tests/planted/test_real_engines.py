@@ -16,6 +16,7 @@ from variants import (
     scale,
     stale,
     swap_gate_and_up,
+    swizzled,
     untie,
     variant,
 )
@@ -237,6 +238,7 @@ def nvfp4_vllm(compare, minite, tmp_path_factory):
         "gain": scale(name + "k_proj.weight_scale_2", 1.25),
         "calibration": scale(name + "o_proj.input_scale", 0.25),
         "other": other_weight(name + "o_proj.weight"),
+        "swizzled": swizzled(name + "o_proj.weight_scale"),
     }
     samplers = ["vllm:nvfp4_recipe=vllm-cuda"]
     samplers += [
@@ -270,6 +272,13 @@ def test_vllm_with_another_weight(nvfp4_vllm):
     pair = nvfp4_vllm["other"]
     where = LAYER + "self_attn.o_proj"
     assert ("MD301", where) in causes(pair)
+    assert pair["first_divergence"]["site"] == where
+
+
+def test_vllm_with_swizzled_block_scales(nvfp4_vllm):
+    pair = nvfp4_vllm["swizzled"]
+    where = LAYER + "self_attn.o_proj"
+    assert ("MD119", where) in causes(pair)
     assert pair["first_divergence"]["site"] == where
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from minite_kernels.nvfp4.layout import swizzle_scale
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -121,3 +123,13 @@ def untie(tensors: Tensors) -> None:
     g = torch.Generator().manual_seed(0)
     w = tensors["model.embed_tokens.weight"].float()
     tensors["lm_head.weight"] = (w * (1 + 0.02 * torch.randn(w.shape, generator=g))).bfloat16()
+
+
+def swizzled(name: str) -> Callable[[Tensors], None]:
+    """Block scales in the layout of tensor cores, written to a checkpoint that is read as linear."""
+
+    def edit(tensors: Tensors) -> None:
+        scale = tensors[name]
+        tensors[name] = swizzle_scale(scale, "128x4").reshape(scale.shape)
+
+    return edit

@@ -3,6 +3,7 @@
 import pytest
 
 from minite_diag.attribute.effects import add_effects
+from minite_diag.attribute.live import attribute_live
 from minite_diag.attribute.local_error import born_here
 from minite_diag.attribute.stage import attribute
 from minite_diag.engines.toy import FAULTS, RUN_FAULTS
@@ -173,3 +174,17 @@ def test_an_engine_that_does_not_repeat_itself_sets_the_noise(toy):
     add_effects(pair, found)
     assert pair["noise"] > 0.0
     assert "MD502" in {finding["code"] for finding in pair["findings"]}
+
+
+def test_one_site_or_one_layer_can_be_patched_by_name(toy, here):
+    run, _ = toy("norm_eps")
+    found = attribute_live(
+        run,
+        lambda *_: None,
+        open_session=here.open_session,
+        patches=("*.layers.0.post_attention_layernorm:output", "*.layers.0.*", "*.layers.1.*"),
+    )
+    patches = {p["name"]: p for p in found["causal"][0]["patches"]}
+    one, layer, other = patches.values()
+    assert (one["sites"], one["closed"]) == (layer["sites"], layer["closed"]) == (1, 1.0)
+    assert (other["sites"], other["closed"]) == (0, 0.0)

@@ -9,6 +9,7 @@ from minite_diag.attribute.local_error import born_here
 from minite_diag.attribute.operands import PARTS
 
 LAYERS = 4
+PATCHES = ("model.layers.2.self_attn.o_proj:output",)
 
 
 def ignore(spec, event):
@@ -35,7 +36,7 @@ def found(real):
             if name == "hf-vllm":
                 modes = ("--sample-tokens", "6", "--capture-sample")
             folder = real(name, *pairs[name], *short, *modes)
-            done[name] = attribute_live(folder, ignore)
+            done[name] = attribute_live(folder, ignore, patches=PATCHES)
             assert done[name]["errors"] == []
         return done[name]
 
@@ -205,3 +206,12 @@ def test_vllm_s_nvfp4_emulation_does_not_compile_on_cpu_and_that_is_said(found):
     assert row["status"] == "skipped"
     assert "vllm can't load" in row["reason"]
     assert ("learner-te", "production") not in legs
+
+
+def test_the_weights_of_one_linear_can_be_patched(found):
+    """te-ref against te-ref of another tile, in real forwards: one of 208 linears."""
+    patches = {p["part"]: p for p in found("weights")["causal"][0]["patches"]}
+    assert set(patches) == {"output", *PARTS}
+    assert {p["sites"] for p in patches.values()} == {1}
+    assert patches["weights"]["closed"] not in (0.0, 1.0)
+    assert patches["activation rule"]["closed"] == patches["gemm rule"]["closed"] == 0.0
