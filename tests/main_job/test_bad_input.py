@@ -197,6 +197,8 @@ def test_interrupted_runs_go_on(tmp_path: Path, number: signal.Signals) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A background job's children ignore SIGINT: undo what this process may have inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     tokens = run / "traces" / "sampler-broken" / "tokens.parquet"
     deadline = time.monotonic() + 180
