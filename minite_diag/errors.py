@@ -50,3 +50,14 @@ class EngineError(MiniteDiagError, RuntimeError):
 
 class TraceError(MiniteDiagError, OSError):
     """A run directory or one of its files is missing, incomplete or of another version."""
+
+
+def root_cause(error: BaseException) -> str:
+    """The first line of the innermost error that says something."""
+    messages = []
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).strip()
+        messages.append(f"{type(cause).__name__}: {text.splitlines()[0]}" if text else "")
+        cause = cause.__cause__ or cause.__context__
+    return next((m for m in reversed(messages) if m), type(error).__name__)

@@ -94,6 +94,11 @@ def application(name: str, engine: str) -> Application | None:
     return known_alignments()[name].engines.get(engine)
 
 
+def names_in_environment() -> list[str]:
+    """What MINITE_DIAG_ALIGN of this process asks for."""
+    return [name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
+
+
 def apply_environment(engine: str, names: Sequence[str]) -> dict[str, str]:
     """Set the variables of the named alignments in this process; returns what was set.
 

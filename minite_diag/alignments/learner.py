@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from minite_diag.alignments.base import (
-    ENVIRONMENT,
     application,
     apply_replacements,
+    names_in_environment,
     resolve_alignments,
 )
 from minite_diag.errors import UsageError
@@ -60,7 +59,7 @@ def align_from_environment(model: nn.Module) -> dict[str, list[str]]:
 
     Names that only the sampler knows are left to its plugin.
     """
-    names = [name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
+    names = names_in_environment()
     chosen = [name for name in resolve_alignments(names) if _has_ops(name)] if names else []
     return apply_replacements("hf", chosen, model)
 

@@ -7,16 +7,18 @@ need SGLang's `--moe-runner-backend flashinfer_cutlass`.
 
 from __future__ import annotations
 
-import os
-
-from minite_diag.alignments.base import ENVIRONMENT, apply_replacements, resolve_alignments
+from minite_diag.alignments.base import (
+    apply_replacements,
+    names_in_environment,
+    resolve_alignments,
+)
 
 _patched: dict[str, list[str]] = {}
 
 
 def register() -> dict[str, list[str]]:
     """Apply what the environment asks for, once; op -> names of what was patched."""
-    names = [name for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
+    names = names_in_environment()
     if names and not _patched:
         from minite_diag.alignments.sglang_ops import align_nvfp4
 

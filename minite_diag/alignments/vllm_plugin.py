@@ -6,9 +6,11 @@ MINITE_DIAG_ALIGN names alignments, such as `MINITE_DIAG_ALIGN=norm,rope,attenti
 
 from __future__ import annotations
 
-import os
-
-from minite_diag.alignments.base import ENVIRONMENT, apply_replacements, resolve_alignments
+from minite_diag.alignments.base import (
+    apply_replacements,
+    names_in_environment,
+    resolve_alignments,
+)
 from minite_diag.alignments.vllm_ops import align_nvfp4
 
 _patched: dict[str, list[str]] = {}
@@ -16,7 +18,7 @@ _patched: dict[str, list[str]] = {}
 
 def register() -> dict[str, list[str]]:
     """Apply what the environment asks for, once; op -> names of what was patched."""
-    names = [name for name in os.environ.get(ENVIRONMENT, "").split(",") if name.strip()]
+    names = names_in_environment()
     if names and not _patched:
         chosen = resolve_alignments(names)
         if "nvfp4-linear" in chosen:

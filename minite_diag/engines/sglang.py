@@ -38,7 +38,13 @@ from minite_diag.engines.sglang_plugin.in_process import (
 from minite_diag.engines.sglang_plugin.layout import build_layout, expert_layers, linear_modules
 from minite_diag.engines.sglang_plugin.shards import gather_into, shard_rules, whole_layout
 from minite_diag.engines.sglang_plugin.tensor_parallel import Preparation
-from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
+from minite_diag.errors import (
+    EngineError,
+    EngineUnavailable,
+    MiniteDiagError,
+    UsageError,
+    root_cause,
+)
 from minite_diag.plan import EngineSpec, Plan
 
 INSTALL: Final = "minite-diag env create sglang"
@@ -110,7 +116,7 @@ class SglangEngine(Engine):
             raise
         except Exception as error:
             raise EngineError(
-                f"sglang can't load {spec.checkpoint}: {_root_cause(error)}",
+                f"sglang can't load {spec.checkpoint}: {root_cause(error)}",
                 "see the engine's log for SGLang's own messages",
             ) from error
         self.runner = self.engine.runner
@@ -299,7 +305,7 @@ class SglangEngine(Engine):
             raise
         except Exception as error:
             raise EngineError(
-                f"sglang failed on probe {names}: {_root_cause(error)}",
+                f"sglang failed on probe {names}: {root_cause(error)}",
                 "see the engine's log for SGLang's own messages",
             ) from error
         finally:
@@ -404,7 +410,7 @@ def _import_sglang() -> Any:
         raise EngineUnavailable(f"sglang can't be imported: {error}", INSTALL) from error
     except Exception as error:
         raise EngineUnavailable(
-            f"sglang is installed but fails to import: {_root_cause(error)}",
+            f"sglang is installed but fails to import: {root_cause(error)}",
             f"in a fresh environment: {INSTALL}",
         ) from error
     return sglang
@@ -444,14 +450,3 @@ def _check_format(config: dict[str, Any], spec: EngineSpec) -> None:
             f"the plan says {spec.checkpoint_format}",
             "export the checkpoint again",
         )
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first line of the innermost error that says something."""
-    messages = []
-    cause: BaseException | None = error
-    while cause is not None:
-        text = str(cause).strip()
-        messages.append(f"{type(cause).__name__}: {text.splitlines()[0]}" if text else "")
-        cause = cause.__cause__ or cause.__context__
-    return next((m for m in reversed(messages) if m), type(error).__name__)

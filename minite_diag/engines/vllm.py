@@ -38,7 +38,13 @@ from minite_diag.engines.vllm_plugin.hooks import (
 )
 from minite_diag.engines.vllm_plugin.layout import build_layout, expert_layers, linear_modules
 from minite_diag.engines.vllm_plugin.snapshot import WeightSnapshot, register_loader
-from minite_diag.errors import EngineError, EngineUnavailable, MiniteDiagError, UsageError
+from minite_diag.errors import (
+    EngineError,
+    EngineUnavailable,
+    MiniteDiagError,
+    UsageError,
+    root_cause,
+)
 from minite_diag.plan import EngineSpec, Plan
 from minite_kernels.nvfp4.recipe import get_recipe
 
@@ -142,7 +148,7 @@ class VllmEngine(Engine):
             raise
         except Exception as error:
             raise EngineError(
-                f"vllm can't load {spec.checkpoint}: {_root_cause(error)}",
+                f"vllm can't load {spec.checkpoint}: {root_cause(error)}",
                 "see the engine's log for vLLM's own messages",
             ) from error
         self.runner = _model_runner(self.llm)
@@ -409,7 +415,7 @@ class VllmEngine(Engine):
             raise
         except Exception as error:
             raise EngineError(
-                f"vllm failed on probe {names}: {_root_cause(error)}",
+                f"vllm failed on probe {names}: {root_cause(error)}",
                 "see the engine's log for vLLM's own messages",
             ) from error
         finally:
@@ -479,7 +485,7 @@ def _import_vllm(*, compiles: bool) -> Any:
         raise EngineUnavailable(f"vllm can't be imported: {error}", INSTALL) from error
     except Exception as error:
         raise EngineUnavailable(
-            f"vllm is installed but fails to import: {_root_cause(error)}",
+            f"vllm is installed but fails to import: {root_cause(error)}",
             f"in a fresh environment: {INSTALL}",
         ) from error
     return vllm
@@ -589,14 +595,3 @@ def _read_logprobs(
         tuple(int(id) for id, _ in ranked),
         tuple(float(found.logprob) for _, found in ranked),
     )
-
-
-def _root_cause(error: BaseException) -> str:
-    """The first line of the innermost error that says something."""
-    messages = []
-    cause: BaseException | None = error
-    while cause is not None:
-        text = str(cause).strip()
-        messages.append(f"{type(cause).__name__}: {text.splitlines()[0]}" if text else "")
-        cause = cause.__cause__ or cause.__context__
-    return next((m for m in reversed(messages) if m), type(error).__name__)
