@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from minite_kernels.nvfp4.format import E2M1_MAX, E4M3_MAX
-from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
+from minite_kernels.nvfp4.gemm import PreparedOperand, gemm
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -96,25 +95,6 @@ class Nvfp4Experts:
         """Whether all experts quantize the hidden states alike."""
         encode = self.w13.input_encode
         return is_per_token(self.recipe) or bool((encode == encode[0]).all())
-
-
-def stored_operand(
-    codes_NK: torch.Tensor, block_scale: torch.Tensor, decode_scale: torch.Tensor, recipe: Recipe
-) -> PreparedOperand:
-    """Codes uint8 [N, K/2] of a checkpoint as a GEMM operand, nothing requantized."""
-    decode = decode_scale.detach().float().reshape(())
-    return prepare(
-        Nvfp4Tensor(
-            codes=codes_NK.detach(),
-            block_scale=block_scale.detach(),
-            amax=decode * (E2M1_MAX * E4M3_MAX),
-            global_encode_scale=decode.reciprocal(),
-            global_decode_scale=decode,
-            shape=(codes_NK.shape[0], codes_NK.shape[1] * 2),
-            recipe=recipe,
-            role="weight",
-        )
-    )
 
 
 def is_per_token(recipe: Recipe) -> bool:

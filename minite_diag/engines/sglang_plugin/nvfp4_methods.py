@@ -18,9 +18,9 @@ from minite_diag.engines.sglang_plugin.nvfp4 import (
     Nvfp4Experts,
     Nvfp4Linear,
     Weights,
-    stored_operand,
 )
 from minite_diag.engines.sglang_plugin.plugin_hooks import around, check_sglang, replace
+from minite_kernels.nvfp4.gemm import stored_operand
 from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 
 QUANTIZATION: Final = "sglang.srt.layers.quantization"

@@ -12,8 +12,7 @@ from typing import Any, Final
 import torch
 
 from minite_diag.engines.vllm_plugin.nvfp4_cpu import ExpertWeights
-from minite_kernels.nvfp4.format import E2M1_MAX, E4M3_MAX
-from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
+from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, stored_operand
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -40,25 +39,6 @@ def quantize_activation(
     return quantize(x_TK, recipe, global_encode_scale=global_encode_scale)
 
 
-def stored_weight(
-    codes_NK: torch.Tensor, block_scale: torch.Tensor, decode_scale: torch.Tensor, recipe: Recipe
-) -> PreparedOperand:
-    """Codes uint8 [N, K/2] of a checkpoint as a GEMM operand, nothing requantized."""
-    decode = decode_scale.detach().float().reshape(())
-    return prepare(
-        Nvfp4Tensor(
-            codes=codes_NK.detach(),
-            block_scale=block_scale.detach(),
-            amax=decode * (E2M1_MAX * E4M3_MAX),
-            global_encode_scale=decode.reciprocal(),
-            global_decode_scale=decode,
-            shape=(codes_NK.shape[0], codes_NK.shape[1] * 2),
-            recipe=recipe,
-            role="weight",
-        )
-    )
-
-
 def linear_kernel_class(recipe: Recipe) -> type:
     """A vLLM NVFP4 linear kernel with that arithmetic."""
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
@@ -76,7 +56,7 @@ def linear_kernel_class(recipe: Recipe) -> type:
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """Decode the weight once; the parameters stay as loaded."""
-            layer.minite_weight = stored_weight(
+            layer.minite_weight = stored_operand(
                 layer.weight, layer.weight_scale, layer.weight_global_scale, recipe
             )
 
@@ -120,7 +100,7 @@ class ModelledExperts:
         decode = experts.decode_scale(fused)[expert]
         address = codes.data_ptr()
         if address not in self._weights:
-            self._weights[address] = stored_weight(
+            self._weights[address] = stored_operand(
                 codes, experts.block_scale(fused)[expert], decode, self.recipe
             )
         alpha = None

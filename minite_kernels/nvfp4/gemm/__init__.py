@@ -13,7 +13,7 @@ from torch import Tensor
 from minite_kernels.dispatch import Impl, beyond_device, select
 from minite_kernels.nvfp4.gemm import _ref
 from minite_kernels.nvfp4.gemm._epilogue import Epilogue, add_bias
-from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare
+from minite_kernels.nvfp4.gemm.operand import PreparedOperand, prepare, stored_operand
 from minite_kernels.nvfp4.quantize import decoded_values, dequantize, quantize
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
@@ -24,7 +24,7 @@ HOPPER = 9
 DEQUANTIZED = "dequantized operands are multiplied by torch"
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
-__all__ = ["PreparedOperand", "accumulate", "gemm", "linear", "prepare"]
+__all__ = ["PreparedOperand", "accumulate", "gemm", "linear", "prepare", "stored_operand"]
 
 
 def gemm(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from minite_kernels.nvfp4.format import E2M1_MAX, E4M3_MAX
+from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 
@@ -30,3 +32,25 @@ class PreparedOperand:
 def prepare(q: Nvfp4Tensor | PreparedOperand) -> PreparedOperand:
     """Wrap an operand for reuse; ``gemm`` takes the result in place of ``q``, with the same bits."""
     return q if isinstance(q, PreparedOperand) else PreparedOperand(q)
+
+
+def stored_operand(
+    codes_NK: Tensor, block_scale: Tensor, decode_scale: Tensor, recipe: Recipe
+) -> PreparedOperand:
+    """Codes uint8 [N, K/2] of a checkpoint as a GEMM operand, nothing requantized.
+
+    ``block_scale`` E4M3 [N, K/16], ``decode_scale`` FP32 of one element.
+    """
+    decode = decode_scale.detach().float().reshape(())
+    return prepare(
+        Nvfp4Tensor(
+            codes=codes_NK.detach(),
+            block_scale=block_scale.detach(),
+            amax=decode * (E2M1_MAX * E4M3_MAX),
+            global_encode_scale=decode.reciprocal(),
+            global_decode_scale=decode,
+            shape=(codes_NK.shape[0], codes_NK.shape[1] * 2),
+            recipe=recipe,
+            role="weight",
+        )
+    )
