@@ -102,13 +102,14 @@ class _Attribution:
 
     def _engine(self, spec: EngineSpec) -> None:
         try:
+            if self.open_session is LiveSession:
+                # First: it costs two forwards, and causal shares may spend the budget.
+                self._production(spec)
             with self.open_session(self.run, spec.id, self.report) as session:
                 runs = LiveRuns(session, self.budget)
                 self._legs(runs)
                 if spec.role == "sampler":
                     self._pair(runs)
-            if self.open_session is LiveSession:
-                self._production(spec)
         except BudgetSpent as spent:
             self._skip("pair", spec.id, str(spent))
         except MiniteDiagError as error:

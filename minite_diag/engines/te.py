@@ -156,6 +156,8 @@ class TeEngine(HfEngine):
                 yield item
 
     def _linear_evidence(self) -> Iterator[Evidence]:
+        from minite_diag.engines import te_emu
+
         note = f"recipe {self.recipe.name}, {len(self.linears)} linears"
         status, quantizer, product = {
             "ref": ("modelled", "minite_kernels.nvfp4.quantize", "minite_kernels.nvfp4.gemm"),
@@ -170,6 +172,9 @@ class TeEngine(HfEngine):
                 "transformer_engine.pytorch.Linear",
             ),
         }[self.impl]
+        if self.impl == "emu" and self.recipe.name in te_emu.ALIGNED_RECIPES:
+            status, quantizer = "replaced", "minite_kernels.nvfp4.quantize in a TE CustomRecipe"
+            product = "transformer_engine.pytorch.Linear, minite_kernels.nvfp4.gemm"
         yield Evidence("nvfp4_quantize", status, quantizer, note)
         yield Evidence("nvfp4_linear", status, product, note)
 

@@ -1,8 +1,9 @@
 """Real Transformer Engine modules behind engine `te`: with its shipped NVFP4 reference, or native.
 
 `te-emu` is a `te.Linear` for each linear that Transformer Engine would fuse and for each expert,
-under a CustomRecipe whose quantizers are those of TE's wheel (compute capability 8.9 and up); the
-native recipe needs 10 and up, and no such device has run it here. Imports transformer_engine inside
+under a CustomRecipe whose quantizers are those of TE's wheel (compute capability 8.9 and up), or
+minite_kernels' where an alignment asks for a recipe that the wheel does not have; the native recipe
+needs 10 and up, and no such device has run it here. Imports transformer_engine inside
 functions only. Invariant: the codes and scales that are recorded are what the module's quantizers
 returned in the call whose output goes on.
 """
@@ -21,12 +22,17 @@ from torch import nn
 
 from minite_diag.engines.te import QuantizedSite, TeRefExperts
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
-from minite_kernels.nvfp4.quantize import global_scale
+from minite_kernels.nvfp4.gemm import gemm, prepare
+from minite_kernels.nvfp4.quantize import global_scale, quantize
 from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 EMULATED_RECIPES: Final = frozenset({"te-python-cuda"})
 """Recipes that the reference quantizers of TE's wheel compute, run on CUDA."""
+
+ALIGNED_RECIPES: Final = frozenset({"te-1d", "te-row-scaled", "pow2", "pow2-row-scaled"})
+"""Recipes of the alignments: TE's modules call quantizers and a GEMM of minite_kernels, which a
+CustomRecipe may bring. Never chosen by `auto`; the evidence says `replaced`."""
 
 NATIVE_OPTIONS: Final[dict[str, dict[str, bool]]] = {
     "te": {},
@@ -86,7 +92,7 @@ def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, st
             f"{'' if installed else 'no '}transformer_engine and {capability or 'no GPU'}",
             "leave impl out: the label says which one runs",
         )
-    known = NATIVE_OPTIONS if impl == "native" else EMULATED_RECIPES
+    known = frozenset(NATIVE_OPTIONS) if impl == "native" else EMULATED_RECIPES | ALIGNED_RECIPES
     recipe = recipe or ("te" if impl == "native" else "te-python-cuda")
     if recipe not in known:
         raise UsageError(
@@ -152,6 +158,9 @@ class EmulatedLinear:
             setattr(self.seen, kind, quantizer(tensor.detach()))
 
     def _tensor(self, found: Any, rows: int, role: Any) -> Nvfp4Tensor:
+        if hasattr(found, "minite_tensor"):
+            ours: Nvfp4Tensor = found.minite_tensor.rows(slice(0, rows))
+            return ours
         if self.impl == "native":
             codes, scales = found._rowwise_data, found._rowwise_scale_inv
             amax = found._amax_rowwise
@@ -178,11 +187,14 @@ def _te_recipe(recipe: Recipe, impl: str, seen: Seen) -> Any:
     common = importlib.import_module("transformer_engine.common.recipe")
     if impl == "native":
         return common.NVFP4BlockScaling(**NATIVE_OPTIONS[recipe.name])
-    return common.CustomRecipe(qfactory=_factory(seen))
+    return common.CustomRecipe(qfactory=_factory(seen, recipe))
 
 
-def _factory(seen: Seen) -> Callable[[Any], Any]:
-    """TE's nvfp4_ref_rht_2d_factory, its quantizers writing what they return into `seen`."""
+def _factory(seen: Seen, recipe: Recipe) -> Callable[[Any], Any]:
+    """TE's nvfp4_ref_rht_2d_factory, its quantizers writing what they return into `seen`.
+
+    Under a recipe of ALIGNED_RECIPES they compute with minite_kernels.
+    """
     reference = importlib.import_module("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
     native = reference.nvfp4_ref_rht_2d_factory
 
@@ -190,7 +202,10 @@ def _factory(seen: Seen) -> Callable[[Any], Any]:
         quantizer = native(role)
         kind = getattr(role, "tensor_type", None)
         if kind in ("input", "weight"):
-            quantizer.__class__ = _watched(type(quantizer))
+            base = type(quantizer)
+            if recipe.name in ALIGNED_RECIPES:
+                base = _aligned(base, reference.NVFP4TensorRef, recipe, kind)
+            quantizer.__class__ = _watched(base)
             quantizer.minite_seen, quantizer.minite_kind = seen, kind
         return quantizer
 
@@ -212,6 +227,33 @@ def _watched(base: type) -> type:
             return found
 
     return Watched
+
+
+def _aligned(base: type, tensor_class: Any, recipe: Recipe, kind: str) -> type:
+    """A subclass of a quantizer that computes `recipe` with minite_kernels, forward only."""
+    role: Any = "weight" if kind == "weight" else "activation"
+
+    class Aligned(base):  # type: ignore[misc, valid-type]
+        def quantize(self, tensor: torch.Tensor, **_: Any) -> Any:
+            found = tensor_class(
+                _quantizer=self, original_shape=tensor.shape, quant_dtype=self.dtype
+            )
+            return self.update_quantized(tensor, found)
+
+        def update_quantized(self, src: torch.Tensor, dst: Any, **_: Any) -> Any:
+            q = quantize(src.detach().reshape(-1, src.shape[-1]).contiguous(), recipe, role=role)
+            dst.data, dst.scale, dst.global_amax_row = q.codes, q.block_scale, q.amax.reshape(-1)
+            dst.dtype, dst.device, dst.original_shape = src.dtype, src.device, src.shape
+            dst.minite_tensor = q
+            return dst
+
+        def qgemm(self, *operands: Any, qresult_x: Any, qresult_w: Any, **_: Any) -> torch.Tensor:
+            out_dtype = operands[3]
+            return gemm(
+                qresult_x.minite_tensor, prepare(qresult_w.minite_tensor), out_dtype=out_dtype
+            )
+
+    return Aligned
 
 
 class SharedLinear:

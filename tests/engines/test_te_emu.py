@@ -27,14 +27,26 @@ CALLS: list[tuple[int, ...]] = []
 class Quantizer:
     """Returns what TE's reference returns: codes, scales and amax of shape [1]."""
 
+    dtype = "E2M1"
+
     def __init__(self, role: str) -> None:
         self.role = role
 
     def quantize(self, tensor: torch.Tensor, **_: Any) -> Any:
         q = quantize(tensor, RECIPE, role=self.role)  # type: ignore[arg-type]
         return SimpleNamespace(
-            data=q.codes, scale=q.block_scale, global_amax_row=q.amax.reshape(1), q=q
+            data=q.codes,
+            scale=q.block_scale,
+            global_amax_row=q.amax.reshape(1),
+            q=q,
+            _quantizer=self,
         )
+
+    def qgemm(
+        self, qx: Any, qw: Any, m_params: Any, out_dtype: torch.dtype, *_: Any, **results: Any
+    ) -> torch.Tensor:
+        a, b = results["qresult_x"].q, results["qresult_w"].q
+        return gemm(a, prepare(b), out_dtype=out_dtype)
 
 
 class Linear(nn.Module):
@@ -48,10 +60,13 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         CALLS.append(tuple(x.shape))
         factory = RUNNING[-1].qfactory
-        a = factory(SimpleNamespace(tensor_type="input")).quantize(x).q
-        b = factory(SimpleNamespace(tensor_type="weight")).quantize(self.weight.detach()).q
+        a = factory(SimpleNamespace(tensor_type="input")).quantize(x)
+        b = factory(SimpleNamespace(tensor_type="weight")).quantize(self.weight.detach())
         factory(None)
-        return gemm(a, prepare(b), out_dtype=x.dtype)
+        # As TE's custom_gemm calls it.
+        given = (a.data, b.data, None, x.dtype, a.scale, b.scale, None)
+        y: torch.Tensor = a._quantizer.qgemm(*given, qresult_x=a, qresult_w=b)
+        return y
 
 
 RUNNING: list[Any] = []
@@ -79,7 +94,8 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         "transformer_engine.pytorch": {"Linear": Linear, "autocast": autocast},
         "transformer_engine.pytorch.custom_recipes": {},
         "transformer_engine.pytorch.custom_recipes.reference_nvfp4": {
-            "nvfp4_ref_rht_2d_factory": factory
+            "nvfp4_ref_rht_2d_factory": factory,
+            "NVFP4TensorRef": SimpleNamespace,
         },
     }
     for name, content in modules.items():
@@ -108,6 +124,18 @@ def test_padding_changes_neither_codes_nor_outputs(tokens: int) -> None:
         assert torch.equal(getattr(q, kind), getattr(act, kind))
     assert torch.equal(y, gemm(act, prepare(weight), out_dtype=torch.bfloat16))
     assert all(rows % te_emu.ROWS == 0 for rows, _ in CALLS)
+
+
+@pytest.mark.parametrize("name", sorted(te_emu.ALIGNED_RECIPES))
+def test_an_aligned_recipe_computes_in_te_modules_what_te_ref_computes(name: str) -> None:
+    x, w = tensors(45, 64, 48)
+    recipe = get_recipe(name)
+    y, q = te_emu.EmulatedLinear(w, recipe, "emu").multiply(x)
+    act, weight = quantize(x, recipe), quantize(w, recipe, role="weight")
+    for kind in ("codes", "amax", "global_encode_scale", "global_decode_scale"):
+        assert torch.equal(getattr(q, kind), getattr(act, kind)), kind
+    assert torch.equal(q.block_scale.view(torch.uint8), act.block_scale.view(torch.uint8))
+    assert torch.equal(y, gemm(act, prepare(weight), out_dtype=torch.bfloat16))
 
 
 def test_parts_of_a_fused_weight_share_one_call_and_one_amax() -> None:
@@ -175,6 +203,8 @@ def test_what_te_does_not_multiply_is_refused() -> None:
         (9.0, "native", None, EngineUnavailable),
         (None, "emu", None, EngineUnavailable),
         (9.0, "emu", "te", UsageError),
+        (9.0, "emu", "pow2-row-scaled", ("emu", "pow2-row-scaled")),
+        (9.0, "auto", "pow2-row-scaled", ("ref", "pow2-row-scaled")),
         (10.0, "native", "te-python", UsageError),
     ),
 )
