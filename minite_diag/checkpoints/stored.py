@@ -96,3 +96,18 @@ def read_quantized(checkpoint: Checkpoint, fqn: str) -> StoredWeight:
         else None,
         direction=layout.direction,
     )
+
+
+def read_input_scale(checkpoint: Checkpoint, fqn: str) -> tuple[Tensor, Direction]:
+    """The static activation scale of one quantized linear, FP32 [], and its direction.
+
+    Raises CheckpointError if the linear is not NVFP4, or the checkpoint is weight-only.
+    """
+    layout = LAYOUTS[layout_of(checkpoint)]
+    name = fqn + layout.input_global_scale
+    if name not in checkpoint.tensors:
+        raise CheckpointError(
+            f"{checkpoint.path} has no {name}: it holds no static activation scale for {fqn}",
+            "export it with calibrated scales: minite-diag export",
+        )
+    return checkpoint.read(name).reshape(()), layout.direction

@@ -26,16 +26,18 @@ from minite_diag.capture.recorder import Recorder
 from minite_diag.checkpoints import fused_group
 from minite_diag.engines.base import Diagnosis, EngineInfo, Evidence
 from minite_diag.engines.hf import OPTIONS, HfEngine, _default_device, _is_experts
+from minite_diag.engines.te_arithmetic import OPTIONS as ARITHMETIC_OPTIONS
+from minite_diag.engines.te_arithmetic import TeArithmetic, read_arithmetic, recipe_names
 from minite_diag.errors import UsageError
 from minite_diag.plan import EngineSpec, Plan
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, prepare
 from minite_kernels.nvfp4.grouped_gemm import combine_slots
 from minite_kernels.nvfp4.quantize import quantize
-from minite_kernels.nvfp4.recipe import Recipe, get_recipe
+from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 TE_VERSION: Final = "2.20.2"
-TE_OPTIONS: Final = frozenset({"recipe", "fused_weights", "impl"})
+TE_OPTIONS: Final = ARITHMETIC_OPTIONS | {"fused_weights", "impl"}
 IMPLS: Final = ("auto", "ref", "emu", "native")
 LABELS: Final = {"ref": "te-ref", "emu": "te-emu", "native": "te"}
 
@@ -70,12 +72,12 @@ class TeEngine(HfEngine):
         if asked not in IMPLS:
             raise UsageError(f"te: impl={asked} is unknown", f"one of: {', '.join(IMPLS)}")
         device = torch.device(spec.options.get("device") or _default_device())
-        self.impl, name = te_emu.choose(asked, spec.options.get("recipe"), device)
+        self.impl, names = te_emu.choose_for(
+            asked, recipe_names(spec.options), device, static="input_scales" in spec.options
+        )
         self.label = LABELS[self.impl]  # type: ignore[misc]
-        try:
-            self.recipe = get_recipe(name)
-        except ValueError as error:
-            raise UsageError(f"te: {error}", "give a recipe of Transformer Engine") from error
+        self.arithmetic = read_arithmetic(spec.options, *names, plan.quantized)
+        self.recipe = self.arithmetic.linears
         self.fused_weights = _flag(spec.options.get("fused_weights", "true"), "fused_weights")
         self.quantized = frozenset(plan.quantized)
         info = super().load(spec, plan)
@@ -87,6 +89,8 @@ class TeEngine(HfEngine):
                 | {
                     "impl": self.impl,
                     "recipe": self.recipe.name,
+                    "expert_recipe": self.arithmetic.experts.name,
+                    "static_input_scales": str(len(self.arithmetic.input_scales)),
                     "fused_weights": str(self.fused_weights).lower(),
                     "transformers": info.version,
                 },
@@ -119,7 +123,7 @@ class TeEngine(HfEngine):
             if self.impl != "ref":
                 self._replace_by_te(model, names, modules)
                 continue
-            shared = SharedInput(self.recipe)
+            shared = SharedInput(self.arithmetic, names[0])
             weights = quantize_group([m.weight.detach() for m in modules], self.recipe)
             for name, module, weight in zip(names, modules, weights, strict=True):
                 self.linears[name] = QuantizedSite(name, weight)
@@ -137,7 +141,7 @@ class TeEngine(HfEngine):
     def _replace_experts(self, model: Any, name: str, module: nn.Module) -> None:
         from minite_diag.engines import te_emu
 
-        arguments = (name, module, self.recipe, self.quantized, self.dtype)
+        arguments = (name, module, self.arithmetic, self.quantized, self.dtype)
         if self.impl == "ref":
             experts = TeRefExperts(*arguments)
         else:
@@ -158,7 +162,7 @@ class TeEngine(HfEngine):
     def _linear_evidence(self) -> Iterator[Evidence]:
         from minite_diag.engines import te_emu
 
-        note = f"recipe {self.recipe.name}, {len(self.linears)} linears"
+        note = f"{self.arithmetic.note()}, {len(self.linears)} linears"
         status, quantizer, product = {
             "ref": ("modelled", "minite_kernels.nvfp4.quantize", "minite_kernels.nvfp4.gemm"),
             "emu": (
@@ -179,7 +183,10 @@ class TeEngine(HfEngine):
         yield Evidence("nvfp4_linear", status, product, note)
 
     def _expert_evidence(self) -> Evidence:
-        note = "each expert with its own amax; combined as transformers does"
+        note = (
+            f"recipe {self.arithmetic.experts.name}, activation scale: "
+            f"{self.arithmetic.expert_scope()}; combined as transformers does"
+        )
         if self.impl == "ref":
             impl = "minite_diag.engines.te.TeRefExperts"
             return Evidence("experts", "modelled", impl, f"TE GroupedLinear: {note}")
@@ -242,15 +249,16 @@ def quantize_group(weights: list[torch.Tensor], recipe: Recipe) -> list[Nvfp4Ten
 class SharedInput:
     """Quantizes the input of a fused module once for all of its parts."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, arithmetic: TeArithmetic, name: str) -> None:
+        """`name` is any part's."""
+        self.arithmetic, self.name = arithmetic, name
         self._source: torch.Tensor | None = None
         self._quantized: Nvfp4Tensor | None = None
 
     def quantize(self, x_TK: torch.Tensor, source: torch.Tensor) -> Nvfp4Tensor:
         """The quantized `x_TK`, a view of `source`; kept while `source` is the same tensor."""
         if self._source is not source or self._quantized is None:
-            self._quantized = quantize(x_TK, self.recipe)
+            self._quantized = self.arithmetic.quantize_input(self.name, x_TK)
             self._source = source
         return self._quantized
 
@@ -335,7 +343,7 @@ class TeRefExperts(nn.Module):
         self,
         name: str,
         module: nn.Module,
-        recipe: Recipe,
+        arithmetic: TeArithmetic,
         quantized: frozenset[str],
         dtype: torch.dtype,
     ) -> None:
@@ -343,7 +351,8 @@ class TeRefExperts(nn.Module):
         gate_up, down = module.gate_up_proj, module.down_proj
         assert isinstance(gate_up, torch.Tensor)
         assert isinstance(down, torch.Tensor)
-        self.name, self.recipe, self.dtype = name, recipe, dtype
+        self.name, self.dtype = name, dtype
+        self.arithmetic, self.recipe = arithmetic, arithmetic.experts
         self.num_experts = gate_up.shape[0]
         self.act_fn = module.act_fn
         self.linears: dict[str, QuantizedSite] = {}
@@ -436,7 +445,7 @@ class TeRefExperts(nn.Module):
         """The products of one fused weight, and the quantized input (None: not quantized)."""
         if names[0] not in self._operands:
             return [nn.functional.linear(x, self._plain[name]) for name in names], None
-        q = quantize(x, self.recipe)
+        q = self.arithmetic.quantize_input(names[0], x)
         return [gemm(q, self._operands[name], out_dtype=self.dtype) for name in names], q
 
     def _pass_on(

@@ -102,6 +102,25 @@ def choose(impl: str, recipe: str | None, device: torch.device) -> tuple[str, st
     return impl, recipe
 
 
+def choose_for(
+    impl: str, recipes: tuple[str | None, str | None], device: torch.device, *, static: bool
+) -> tuple[str, tuple[str, str]]:
+    """As `choose`, for the recipes of dense linears and of experts: one `impl` runs both.
+
+    `static` activation scales are not in Transformer Engine's NVFP4: te-ref alone has them.
+    """
+    if static and impl not in ("auto", "ref"):
+        raise UsageError(
+            f"te: impl={impl} takes the amax of each call, it has no static activation scales",
+            "leave impl out, or the alignment 'static-scale'",
+        )
+    chosen = "ref" if static else impl
+    (first, linears), (second, experts) = (choose(chosen, recipe, device) for recipe in recipes)
+    if first == second:
+        return first, (linears, experts)
+    return choose_for("ref", recipes, device, static=static)
+
+
 def version() -> str:
     """The version of Transformer Engine that is installed."""
     return importlib.metadata.version("transformer_engine")

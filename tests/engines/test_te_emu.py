@@ -15,6 +15,7 @@ from torch import nn
 
 from minite_diag.engines import te, te_emu
 from minite_diag.engines.te import TeRefExperts
+from minite_diag.engines.te_arithmetic import TeArithmetic
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
 from minite_kernels.nvfp4.gemm import gemm, prepare
 from minite_kernels.nvfp4.quantize import quantize
@@ -166,7 +167,7 @@ def test_experts_are_those_of_te_ref() -> None:
     module.act_fn = nn.SiLU()
     parts = ("gate_proj", "up_proj", "down_proj")
     names = frozenset(f"experts.{e}.{part}" for e in range(3) for part in parts)
-    arguments = ("experts", module, RECIPE, names, torch.bfloat16)
+    arguments = ("experts", module, TeArithmetic(RECIPE, RECIPE), names, torch.bfloat16)
     x = torch.randn(9, 32, generator=generator).bfloat16()
     ids = torch.tensor([[0, 1], [1, 2], [2, 0]] * 3)
     weights = torch.rand(9, 2, generator=generator).bfloat16()
