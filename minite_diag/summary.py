@@ -144,6 +144,7 @@ def _engine(manifest: dict[str, Any]) -> dict[str, Any]:
         "seconds": manifest.get("seconds", {}),
         "bytes": manifest.get("bytes"),
         "peak_rss_bytes": manifest.get("peak_rss_bytes"),
+        "peak_gpu_bytes": manifest.get("peak_gpu_bytes"),
     }
 
 

@@ -196,4 +196,5 @@ def _price(engine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         "forward_seconds": now_s,
         "time_ratio": ratio(now_s, old_s),
         "peak_rss_ratio": ratio(engine["peak_rss_bytes"], before["peak_rss_bytes"]),
+        "peak_gpu_ratio": ratio(engine["peak_gpu_bytes"], before["peak_gpu_bytes"]),
     }

@@ -94,3 +94,12 @@ def peak_rss_bytes() -> int:
     """Peak resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_gpu_bytes() -> int | None:
+    """Peak memory that torch's tensors took on all GPUs so far; None where none was used."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))

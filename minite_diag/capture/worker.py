@@ -24,6 +24,7 @@ from minite_diag.capture.environment import (
     bit_changing_environment,
     installed_versions,
     machine,
+    peak_gpu_bytes,
     peak_rss_bytes,
 )
 from minite_diag.capture.recorder import Recorder
@@ -136,6 +137,7 @@ class Capture:
             error=error,
             bytes=self.writer.bytes_written,
             peak_rss_bytes=peak_rss_bytes(),
+            peak_gpu_bytes=peak_gpu_bytes(),
             finished=time.time(),
         )
         self.writer.manifest(self.record)

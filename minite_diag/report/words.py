@@ -204,12 +204,15 @@ def _smallest(found: dict[str, Any]) -> str:
 
 
 def rung_cells(rung: dict[str, Any]) -> list[str]:
-    """Gap of both modes, share closed, equal tensors, time and memory against the first run."""
+    """Gap of both modes, share closed, equal tensors, time and memory against the first run.
+
+    Memory is the GPU's where one was used, else the process's.
+    """
     modes, sites = rung["logprob"] or {}, rung["sites"]
     gaps = [number((modes.get(mode) or {}).get("mean_abs")) for mode in ("sample", "score")]
     closed = rung["closed"]["sample"] if modes.get("sample") else rung["closed"]["score"]
     times = [p["time_ratio"] for p in rung["price"]]
-    memory = [p["peak_rss_ratio"] for p in rung["price"]]
+    memory = [p.get("peak_gpu_ratio") or p["peak_rss_ratio"] for p in rung["price"]]
     return [
         *gaps,
         "-" if closed is None else f"{closed:.1%}",

@@ -1,6 +1,6 @@
-"""`run_plugin.py CHECKPOINT`: bare vLLM, our tool not in charge, only the plugin's environment.
+"""`run_plugin.py CHECKPOINT [JSON]`: bare vLLM, our tool not in charge, only the plugin's environment.
 
-Prints one JSON line: log-probabilities alone, in a batch, and decoded; and what was patched.
+JSON holds more arguments of vLLM's LLM. Prints one JSON line: log-probabilities alone, in a batch, and decoded; and what was patched.
 """
 
 import json
@@ -24,6 +24,7 @@ llm = LLM(
     skip_tokenizer_init=True,
     max_model_len=512,
     moe_backend="emulation",
+    **(json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}),
 )
 
 
