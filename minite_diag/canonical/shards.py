@@ -1,7 +1,8 @@
 """The part of a fused native tensor that belongs to one checkpoint module.
 
 Knows torch and layouts. Invariant: parts of a fused output, weight, code or block-scale tensor
-are slices along the output features; inputs and activation scales are shared by all parts.
+are slices along the output features, or the same slice of every period of them (query, key and
+value of each query group in turn); inputs and activation scales are shared by all parts.
 """
 
 from __future__ import annotations
@@ -56,12 +57,18 @@ def is_shared(kind: str, part: Part) -> bool:
 
 
 def _narrow(tensor: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
-    if part.stop > tensor.shape[dim]:
+    period = part.period or tensor.shape[dim]
+    if part.stop > period or tensor.shape[dim] % max(period, 1):
+        every = f" of every {part.period}" if part.period else ""
         raise TraceError(
-            f"{part.fqn}: rows {part.start}:{part.stop} of a tensor of shape {tuple(tensor.shape)}",
+            f"{part.fqn}: rows {part.start}:{part.stop}{every} of a tensor of shape "
+            f"{tuple(tensor.shape)}",
             "the engine's layout is wrong: report it",
         )
-    return tensor.narrow(dim, part.start, part.stop - part.start)
+    if not part.period:
+        return tensor.narrow(dim, part.start, part.stop - part.start)
+    periods = tensor.unflatten(dim, (tensor.shape[dim] // period, period))
+    return periods.narrow(dim + 1, part.start, part.stop - part.start).flatten(dim, dim + 1)
 
 
 def _part_of_scale(tensor: torch.Tensor, part: Part, siblings: tuple[Part, ...]) -> torch.Tensor:

@@ -39,14 +39,15 @@ class Evidence:
 class Part:
     """One checkpoint module inside a native (fused) module.
 
-    `start:stop` are its rows among the output features (0:0 means all of them); `expert` is its
-    index in a leading expert dimension.
+    `start:stop` are its rows among the output features (0:0 means all of them), once in every
+    `period` rows where that is not 0; `expert` is its index in a leading expert dimension.
     """
 
     fqn: str
     start: int = 0
     stop: int = 0
     expert: int | None = None
+    period: int = 0
 
 
 @dataclass(frozen=True)
