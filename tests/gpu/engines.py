@@ -40,6 +40,8 @@ LADDER: Final = (
     "lm-head",
     "logprobs",
 )
+NATIVE: Final = ("norm", "activation", "lm-head", "logprobs")
+"""Ops of the ladder that are expected to be equal on CUDA without us."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +97,7 @@ def steps() -> list[Step]:
             "--no-attribute",
         ),
     ]
-    legs = [
-        Step(
-            f"live-{name}",
-            (*CLI, "attribute", f"{{out}}/{name}", "--live", "--budget", "200"),
-            (name,),
-            name,
-        )
-        for name in ("marlin", "emulation", "bf16")
-    ]
+    legs = [live(name) for name in ("marlin", "emulation", "bf16")]
     aligned = [word for rung in LADDER for word in ("--align", rung)]
     large = [
         Step("moe-1b", (sys.executable, "{root}/tests/gpu/random_moe.py", "{out}/moe-1b")),
@@ -121,6 +115,8 @@ def steps() -> list[Step]:
         billion("aligned", *_te("ref"), *vllm(TRITON), *aligned),
     ]
     flash = vllm("attention_backend=FLASH_ATTN")
+    native = [word for rung in LADDER if rung not in NATIVE for word in ("--align", rung)]
+    last = f"ladder/align/{len(LADDER)}-{LADDER[-1]}"
     return [
         *found,
         *legs,
@@ -128,7 +124,45 @@ def steps() -> list[Step]:
         *demo(aligned),
         *ladder("ladder", TRITON),
         compare("aligned-flash", *_te("ref"), *flash, *aligned, "--no-attribute"),
+        compare("aligned-emu", *_te("emu"), *vllm(TRITON), *aligned),
+        compare("aligned-native", *_te("ref"), *vllm(TRITON), *native),
+        live("aligned-emu"),
+        dataclasses.replace(live(last), after=(f"ladder-{len(LADDER)}",), name="live-aligned"),
+        Step(
+            "plugin-alone",
+            (
+                sys.executable,
+                "{root}/tests/gpu/plugin_alone.py",
+                f"{{out}}/{last}",
+                "{out}/plugin-alone.json",
+            ),
+            (f"ladder-{len(LADDER)}",),
+        ),
+        *left_out("ladder", TRITON),
+        Step(
+            "price", (*CLI, "align", "{out}/ladder", *aligned, "--price"), ("left-out",), "ladder"
+        ),
     ]
+
+
+def live(run: str) -> Step:
+    """The live half of attribution on a run: legs of both engines, and the pair where it fits."""
+    command = (*CLI, "attribute", f"{{out}}/{run}", "--live", "--budget", "200")
+    return Step(f"live-{run}", command, (run,), run)
+
+
+def left_out(name: str, backend: str) -> list[Step]:
+    """The aligned run without each alignment, at the same time, and then their table."""
+    found = []
+    for out in LADDER[2:]:  # the first two put no op of ours into an engine
+        named = [word for rung in LADDER if rung != out for word in ("--align", rung)]
+        folder = f"{name}/align/without-{out}"
+        step = compare(folder, *_te("ref"), *vllm(backend), *named, "--no-attribute")
+        found.append(dataclasses.replace(step, name=f"without-{out}", after=(name,)))
+    aligned = [word for rung in LADDER for word in ("--align", rung)]
+    command = (*CLI, "align", f"{{out}}/{name}", *aligned, "--leave-one-out")
+    after = (f"{name}-table", *(step.name for step in found))
+    return [*found, Step("left-out", command, after, name)]
 
 
 def demo(aligned: list[str]) -> list[Step]:
@@ -138,9 +172,10 @@ def demo(aligned: list[str]) -> list[Step]:
         compare("demo-marlin", *_te("emu"), *vllm(), model="demo"),
         compare("demo-emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation"), model="demo"),
         compare("demo-aligned", *_te("ref"), *vllm(TRITON), *_dense(aligned), model="demo"),
+        compare("demo-aligned-emu", *_te("emu"), *vllm(TRITON), *_dense(aligned), model="demo"),
     ]
-    # The first converts the checkpoint, the second exports for the third.
-    waits = ((), ("demo-bf16",), ("demo-marlin",), ("demo-bf16",))
+    # The first converts the checkpoint, others export for those after them.
+    waits = ((), ("demo-bf16",), ("demo-marlin",), ("demo-bf16",), ("demo-aligned",))
     return [
         dataclasses.replace(step, after=after, threads=4)
         for step, after in zip(found, waits, strict=True)
