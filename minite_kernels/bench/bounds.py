@@ -31,7 +31,7 @@ def run(device: torch.device) -> Iterator[Row]:
         chain = partial(kernels.chain_kernel[(132,)], half, half, out, k, BM=8, BN=32, num_warps=2)
         name = f"accumulator's chain along K={k}"
         yield measure("bounds", f"{layer} M=1", name, lambda call=chain: [call], device)  # type: ignore[misc]
-    active = int((moe.routings(16, device)[0].offsets.diff() > 0).sum())
+    active = int(moe.choices(16, device)[0].unique().numel())
     for layer, (n, k) in moe.SHAPES.items():
         config, columns = configs.grouped_packed_config(1.0, k), configs.slice_columns(k) or 64
         words = torch.randint(

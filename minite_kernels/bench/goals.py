@@ -16,6 +16,7 @@ GROUPED = "BF16, torch._grouped_mm"
 GATHERED = "BF16, gather and torch._grouped_mm"
 INVARIANT = "BF16, batch-invariant"
 EMULATED = "NVFP4 emulation, batch-invariant"
+MARLIN = "vLLM Marlin W4A16"
 
 CHAIN = (
     "bounds: a launch, then one product after the other along K in one accumulator (splitting K "
@@ -57,6 +58,7 @@ PREFILL_CASES = ("qkv M=4096", "qkv M=16384", "o M=4096", "o M=16384")
 UPDATE_CASE = "Qwen3-30B-A3B block, 16384 tokens"
 GOALS: Final = (
     *_both("dense", DECODE_CASES, W4A4, BF16, 2.0, CHAIN),
+    *_both("dense", DECODE_CASES, W4A4, MARLIN, 1.0, CHAIN),
     *_both("dense", PREFILL_CASES, W4A4, BF16, 1.0, PREFILL),
     *_both("dense", DECODE_CASES, W4A4, EMULATED, 5.0, CHAIN),
     *_both("dense", PREFILL_CASES, W4A4, INVARIANT, 1.5, PREFILL),

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minite_kernels.bench import peers
+from minite_kernels.bench import peers, published
 from minite_kernels.bench.row import Row, floor_us, measure
 from minite_kernels.nvfp4.grouped_gemm import (
     ExpertOperands,
-    Routing,
     experts_linear,
     gather,
     grouped_gemm,
     route,
 )
 from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 RECIPE = "te-row-scaled"
 EXPERTS, SLOTS = 128, 8
@@ -32,28 +32,29 @@ def run(device: torch.device) -> Iterator[Row]:
         return
     for layer, (n, k) in SHAPES.items():
         weights = torch.randn(EXPERTS, n, k, device=device, dtype=torch.bfloat16) * 0.02
-        operands = ExpertOperands([quantize(w, RECIPE, role="weight") for w in weights])
+        quantized = [quantize(w, RECIPE, role="weight") for w in weights]
         for tokens in TOKENS:
-            yield from _case(layer, tokens, weights, operands, device)
+            yield from _case(layer, tokens, weights, quantized, device)
 
 
-def routings(tokens: int, device: torch.device) -> list[Routing]:
-    """Routings to rotate over: with one token, disjoint experts; with more, no cache holds them."""
+def choices(tokens: int, device: torch.device) -> list[Tensor]:
+    """Expert ids [T, slots] to rotate over: with one token, disjoint; with more, no cache holds."""
     if tokens == 1:
-        ids = torch.arange(EXPERTS, device=device).view(-1, 1, SLOTS)
-        return [route(topk, EXPERTS) for topk in ids]
+        return list(torch.arange(EXPERTS, device=device).view(-1, 1, SLOTS))
     generator = torch.Generator(device=device).manual_seed(0)
     scores = torch.rand(tokens, EXPERTS, device=device, generator=generator)
-    return [route(scores.topk(SLOTS).indices, EXPERTS)]
+    return [scores.topk(SLOTS).indices]
 
 
 def _case(
-    layer: str, tokens: int, weights: Tensor, operands: ExpertOperands, device: torch.device
+    layer: str, tokens: int, weights: Tensor, quantized: list[Nvfp4Tensor], device: torch.device
 ) -> Iterator[Row]:
+    operands = ExpertOperands(quantized)
     n, k = operands.first.shape
     case, first = f"{layer} {tokens} tokens", layer == "w13"
     routed = tokens * SLOTS
-    made = routings(tokens, device)
+    topk_ids = choices(tokens, device)
+    made = [route(ids, EXPERTS) for ids in topk_ids]
     active = int((made[0].offsets[1:] > made[0].offsets[:-1]).sum())
     x = torch.randn(tokens if first else routed, k, device=device, dtype=torch.bfloat16)
     rows = [r.order // SLOTS if first else None for r in made]
@@ -93,3 +94,11 @@ def _case(
             floor16,
             lambda i: lambda: peers.grouped_mm(gather(x, made[i]), weights, ends[i]),
         )
+    yield measure(
+        "moe",
+        case,
+        "vLLM Marlin W4A16",
+        lambda: published.vllm_marlin_experts(x, quantized, topk_ids, gathers=first),
+        device,
+        floor_us=floor4,
+    )

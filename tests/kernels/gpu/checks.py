@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from data import DISTRIBUTIONS, NOT_FINITE, amax_sweep, matrix
 
+from minite_kernels.bench import published
 from minite_kernels.invariant.attention import attention, paged_attention
 from minite_kernels.invariant.log_softmax import log_softmax
 from minite_kernels.invariant.matmul import matmul
@@ -40,7 +41,7 @@ from minite_kernels.nvfp4.grouped_gemm import (
     route,
 )
 from minite_kernels.nvfp4.layout import pack_codes
-from minite_kernels.nvfp4.quantize import quantize
+from minite_kernels.nvfp4.quantize import dequantize, quantize
 from minite_kernels.nvfp4.quantize.fused import (
     add_rms_norm_quantize,
     rms_norm_quantize,
@@ -423,6 +424,36 @@ def check_fused() -> dict[str, Any]:
     return {"tensors": compared, "wrong": len(wrong), "examples": dict(list(wrong.items())[:40])}
 
 
+def check_peers() -> dict[str, Any]:
+    """Largest error of vLLM's Marlin, as the bench calls it, relative to the largest FP32 product."""
+    torch.manual_seed(0)
+    experts, slots, n, k = 16, 4, 256, 512
+    w = torch.randn(experts, n, k, device=DEVICE, dtype=torch.bfloat16) * 0.02
+    quantized = [quantize(one, "te-row-scaled", role="weight") for one in w]
+    decoded = torch.stack([dequantize(q) for q in quantized])
+    x = torch.randn(33, k, device=DEVICE, dtype=torch.bfloat16)
+    topk_ids = torch.rand(33, experts, device=DEVICE).topk(slots).indices
+    rows = x.repeat_interleave(slots, 0)
+    expected = torch.einsum("sk,snk->sn", rows.float(), decoded[topk_ids.flatten()])
+
+    def error(found: Any, wanted: Tensor) -> float:
+        return float((found.float() - wanted).abs().max() / wanted.abs().max())
+
+    try:
+        dense = published.vllm_marlin(x, quantized[0])()
+        first, second = (
+            published.vllm_marlin_experts(given, quantized, [topk_ids], gathers=gathers)[0]()
+            for given, gathers in ((x, True), (rows, False))
+        )
+    except ModuleNotFoundError as missing:
+        return {"not installed": missing.name}
+    return {
+        "linear": error(dense, x.float() @ decoded[0].t()),
+        "experts, x a token": error(first, expected),
+        "experts, x a slot": error(second, expected),
+    }
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "reciprocal": check_reciprocal,
     "quantizer": check_quantizer,
@@ -432,6 +463,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "experts": check_experts,
     "invariant": check_invariant,
     "training": check_training,
+    "peers": check_peers,
 }
 
 

@@ -32,3 +32,10 @@ def test_exact_sums_give_the_same_bits_for_every_tile() -> None:
     for name, case in checks.check_tiles().items():
         if name.startswith("normal"):
             assert not any(case["not_exact"].values()), name
+
+
+def test_published_peers_multiply_what_they_are_timed_for() -> None:
+    import checks
+
+    result = checks.check_peers()
+    assert "not installed" in result or max(result.values()) < 0.02
