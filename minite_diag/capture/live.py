@@ -168,6 +168,11 @@ class ForwardBudget:
         self.by_step[step] = self.by_step.get(step, 0) + forwards
 
 
+def log_name(engine_id: str, options: Iterable[str]) -> str:
+    """The name of a session's log, without its suffix."""
+    return "-".join(("live", engine_id, *options))
+
+
 class LiveSession:
     """One worker with one loaded engine; a context manager. `options` go over the plan's.
 
@@ -190,8 +195,7 @@ class LiveSession:
             raise UsageError(f"the run has no engine {engine_id!r}", f"one of: {', '.join(known)}")
         self.spec: EngineSpec = self.plan.engine(engine_id)
         self.report = report
-        name = "-".join((engine_id, *self.options))
-        self.log_file = run / f"live-{name}.log"
+        self.log_file = run / f"{log_name(engine_id, self.options)}.log"
         self.loaded: dict[str, Any] = {}
         self._expired = threading.Event()
 

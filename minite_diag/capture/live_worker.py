@@ -18,18 +18,29 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from minite_diag.alignments.base import apply_environment, check_device
+from minite_diag.capture import ranks
 from minite_diag.capture.interventions import IntervenedRecorder, Intervention, OperandOutput
-from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, SequenceSpec
-from minite_diag.capture.worker import EXIT_ERROR, Progress, _error_record, _follow_parent
+from minite_diag.capture.live import LIVE_FOLDER, Job, JobResult, Scored, SequenceSpec, log_name
+from minite_diag.capture.worker import (
+    EXIT_ERROR,
+    Progress,
+    _error_record,
+    _follow_parent,
+    count_ranks,
+    open_progress,
+)
 from minite_diag.engines.base import Engine, EngineInfo, ScoredTokens, TokenSequence
 from minite_diag.engines.registry import load_engine_class
 from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import EngineSpec, Plan, read_plan
 from minite_diag.trace.store import Trace, TraceWriter
+
+MODULE = "minite_diag.capture.live_worker"
 
 
 class LiveEngine:
@@ -63,7 +74,8 @@ class LiveEngine:
             result = self._do_hooked(job)
         result = dataclasses.replace(result, seconds=time.monotonic() - began)
         file = self.folder / f"{self._done:04d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', job.name)}.json"
-        file.write_text(json.dumps(dataclasses.asdict(result)) + "\n", encoding="utf-8")
+        if not ranks.is_follower():
+            file.write_text(json.dumps(dataclasses.asdict(result)) + "\n", encoding="utf-8")
         return file
 
     def _do_hooked(self, job: Job) -> JobResult:
@@ -118,7 +130,7 @@ class LiveEngine:
 
     def _writer(self, job: Job) -> TraceWriter:
         folder = self.folder / f"{self._done:04d}-trace"
-        writer = TraceWriter(folder, self.plan.capture.max_disk)
+        writer = ranks.writer_of(folder, self.plan.capture.max_disk)
         writer.manifest(
             {
                 "engine": dataclasses.asdict(self.spec),
@@ -176,12 +188,14 @@ def _record(scored: ScoredTokens) -> Scored:
     )
 
 
-def _serve(live: LiveEngine, progress: Progress) -> None:
-    for line in sys.stdin:
+def _serve(live: LiveEngine, progress: Progress, lines: Iterable[str]) -> None:
+    for line in lines:
         job = Job.from_json(line)
         try:
             file = live.do(job)
-        except Exception as error:  # noqa: BLE001  one job's failure is not the session's end
+        except Exception as error:
+            if ranks.lost_step(error):
+                raise
             traceback.print_exc()
             progress("failed", job=job.name, **_error_record(error))
             continue
@@ -190,27 +204,34 @@ def _serve(live: LiveEngine, progress: Progress) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the live worker; returns its exit code."""
-    run, engine_id, options = (argv or sys.argv[1:])[:3]
-    # Libraries print to stdout; only events may reach the parent's pipe.
-    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    progress = Progress(pipe)
+    arguments = argv or sys.argv[1:]
+    run, engine_id, options = arguments[:3]
+    is_rank = ranks.RANK_FLAG in arguments
+    name = log_name(engine_id, json.loads(options))
+    progress = open_progress(Path(run), name, is_rank=is_rank)
     _follow_parent()
     began = time.monotonic()
     try:
         plan = read_plan(Path(run))
         spec = plan.engine(engine_id)
         spec = dataclasses.replace(spec, options=spec.options | json.loads(options))
+        count = 1 if is_rank else count_ranks(spec)
+        if count > 1:
+            progress.hand_over()
+            return ranks.launch(MODULE, arguments, count, name, progress)
         live = LiveEngine(Path(run), plan, spec)
         seconds = time.monotonic() - began
         progress("loaded", label=live.info.label, seconds=seconds)
-        _serve(live, progress)
+        _serve(live, progress, ranks.lines_of_first(sys.stdin) if is_rank else sys.stdin)
         live.engine.close()
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # noqa: BLE001  a worker reports whatever ends it
         traceback.print_exc()
-        progress("error", **_error_record(error))
+        if is_rank:
+            ranks.report_failure(_error_record(error))
+        else:
+            progress("error", **_error_record(error))
         return EXIT_ERROR
     return 0
 

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from minite_diag import __version__
 from minite_diag.alignments.base import apply_environment, check_device
+from minite_diag.capture import ranks
 from minite_diag.capture.environment import (
     bit_changing_environment,
     installed_versions,
@@ -39,8 +40,8 @@ from minite_diag.engines.base import Engine, EngineInfo, TokenSequence
 from minite_diag.engines.registry import load_engine_class
 from minite_diag.errors import MiniteDiagError
 from minite_diag.plan import EngineSpec, Plan, read_plan
-from minite_diag.trace.store import TraceWriter
 
+MODULE = "minite_diag.capture.worker"
 EXIT_ERROR = 3
 PARENT_POLL_S = 2.0
 
@@ -56,6 +57,10 @@ class Progress:
         with contextlib.suppress(BrokenPipeError, ValueError):
             print(json.dumps({"event": event, **fields}), file=self._stream, flush=True)
 
+    def hand_over(self) -> None:
+        """Let processes that are started from now on find the stream as their standard output."""
+        os.dup2(self._stream.fileno(), 1)
+
 
 class Capture:
     """Runs one engine over its sequences and writes the trace."""
@@ -65,7 +70,7 @@ class Capture:
         self.plan = plan
         self.spec = spec
         self.progress = progress
-        self.writer = TraceWriter(
+        self.writer = ranks.writer_of(
             run / "traces" / spec.id, plan.capture.max_disk, plan.capture.stats_only
         )
         self.record: dict[str, Any] = {
@@ -183,18 +188,41 @@ def _follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of the worker process; returns its exit code."""
-    run, engine_id = (argv or sys.argv[1:])[:2]
-    # Libraries print to stdout; only progress may reach the parent's pipe.
+def open_progress(run: Path, job: str, *, is_rank: bool) -> Progress:
+    """The parent's pipe; whatever libraries print goes to the log from now on."""
+    if is_rank:
+        ranks.begin(ranks.log_file(run, job, ranks.number()))
+    # A rank above 0 has no pipe: its progress goes to its log too.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    progress = Progress(pipe)
+    return Progress(pipe)
+
+
+def count_ranks(spec: EngineSpec) -> int:
+    """Processes that run the engine; raises UsageError for options that can't be."""
+    try:
+        engine = load_engine_class(spec.engine)
+    except MiniteDiagError:
+        return 1  # its start says what is wrong
+    return engine.ranks(spec.options)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the worker process; returns its exit code."""
+    arguments = argv or sys.argv[1:]
+    run, engine_id = arguments[:2]
+    is_rank = ranks.RANK_FLAG in arguments
+    progress = open_progress(Path(run), f"engine-{engine_id}", is_rank=is_rank)
     _follow_parent()
     capture: Capture | None = None
     try:
         plan = read_plan(Path(run))
-        capture = Capture(Path(run), plan, plan.engine(engine_id), progress)
+        spec = plan.engine(engine_id)
+        count = 1 if is_rank else count_ranks(spec)
+        if count > 1:
+            progress.hand_over()
+            return ranks.launch(MODULE, arguments, count, f"engine-{engine_id}", progress)
+        capture = Capture(Path(run), plan, spec, progress)
         status = capture.run_all()
     except KeyboardInterrupt:
         if capture is not None:
@@ -207,6 +235,11 @@ def main(argv: list[str] | None = None) -> int:
         if capture is not None:
             with contextlib.suppress(OSError):
                 capture.writer.close()
+        if is_rank:
+            # Which rank's error it is that ends the run is known to the launcher only.
+            ranks.report_failure(record)
+            return EXIT_ERROR
+        if capture is not None:
             capture.finish("error", record)
         progress("error", **record)
         return EXIT_ERROR

@@ -128,6 +128,14 @@ class Engine(ABC):
         """Import the engine's library and say what would run; raises EngineUnavailable."""
         return Diagnosis(cls.name, "", "")
 
+    @classmethod
+    def ranks(cls, options: dict[str, str]) -> int:
+        """Processes that run the engine with these options, started by torchrun; mostly 1.
+
+        Each makes the same calls. Those of rank 0 write the trace.
+        """
+        return 1
+
     @abstractmethod
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load `spec.checkpoint` and say what will run.

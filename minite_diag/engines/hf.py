@@ -7,10 +7,12 @@ weights are one fused tensor, so nothing that runs is replaced.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -24,6 +26,7 @@ from minite_diag.alignments.base import apply_replacements, with_replaced
 from minite_diag.capture.hooks import attach, pass_on, substitute
 from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
+from minite_diag.engines import hf_device_map, hf_parallel
 from minite_diag.engines.base import (
     Diagnosis,
     Engine,
@@ -44,6 +47,8 @@ DTYPES: Final = {
     "float32": torch.float32,
 }
 OPTIONS: Final = frozenset({"dtype", "device", "attention"})
+PLACEMENT_OPTIONS: Final = hf_parallel.OPTIONS | hf_device_map.OPTIONS
+"""Options that put one model on several devices."""
 KNOWN_TRANSFORMERS: Final = SpecifierSet(">=5.12,<5.20")
 LOGPROB_ROWS: Final = 256
 """Rows of logits turned into FP32 log-probabilities at a time."""
@@ -54,8 +59,27 @@ class HfEngine(Engine):
 
     name: ClassVar[str] = "hf"
     label: ClassVar[str] = "hf"
-    options: ClassVar[frozenset[str]] = OPTIONS
+    options: ClassVar[frozenset[str]] = OPTIONS | PLACEMENT_OPTIONS
     recorder: Recorder | None = None
+    parallel: hf_parallel.Parallel | None = None
+    device_map: hf_device_map.DeviceMap | None = None
+
+    @classmethod
+    def ranks(cls, options: dict[str, str]) -> int:
+        """The `world_size` of `parallel`; 1 without it."""
+        cls._check_options(options)
+        return hf_parallel.asked_ranks(options)
+
+    @classmethod
+    def _check_options(cls, options: dict[str, str]) -> None:
+        unknown = sorted(set(options) - cls.options)
+        if not unknown:
+            return
+        reason = ": it runs on one device" if unknown[0] in PLACEMENT_OPTIONS else ""
+        raise UsageError(
+            f"engine {cls.name!r} has no option {unknown[0]!r}{reason}",
+            f"one of: {', '.join(sorted(cls.options))}",
+        )
 
     @classmethod
     def diagnose(cls) -> Diagnosis:
@@ -71,12 +95,7 @@ class HfEngine(Engine):
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
         """Load the checkpoint in `dtype` on `device` with the `attention` implementation."""
-        unknown = set(spec.options) - self.options
-        if unknown:
-            raise UsageError(
-                f"engine {self.name!r} has no option {sorted(unknown)[0]!r}",
-                f"one of: {', '.join(sorted(self.options))}",
-            )
+        self._check_options(spec.options)
         if spec.checkpoint_format.startswith("nvfp4"):
             raise UsageError(
                 f"engine {self.name!r} loads high-precision checkpoints, "
@@ -87,6 +106,7 @@ class HfEngine(Engine):
         self.dtype = _dtype(spec.options.get("dtype", plan.dtype))
         self.device = torch.device(spec.options.get("device") or _default_device())
         self.attention = spec.options.get("attention", "sdpa")
+        self._place(spec)
         self.model = self._load_model(Path(spec.checkpoint))
         self.patched = apply_replacements(self.name, spec.align, self.model)
         self.attention = str(self.model.config._attn_implementation)
@@ -96,26 +116,50 @@ class HfEngine(Engine):
             device=_device_name(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             layout=Layout(_expert_parts(self.model)),
-            evidence=with_replaced(self.evidence(), self.patched),
+            evidence=with_replaced(map(self._with_placement, self.evidence()), self.patched),
             invisible=self.invisible(),
             settings={
                 "attention": str(self.model.config._attn_implementation),
                 "experts": str(getattr(self.model.config, "_experts_implementation", None)),
                 "threads": str(torch.get_num_threads()),
-            },
+            }
+            | (self.parallel.settings(self.model) if self.parallel else {})
+            | (self.device_map.settings(self.model) if self.device_map else {}),
         )
+
+    def _place(self, spec: EngineSpec) -> None:
+        """Choose the devices, before anything is loaded."""
+        if "parallel" in spec.options and hf_device_map.OPTIONS & set(spec.options):
+            raise UsageError(
+                f"engine {self.name!r} takes one of parallel and device_map", "leave one out"
+            )
+        if "parallel" in spec.options:
+            self.parallel = hf_parallel.Parallel(spec, self.plan, self.device)
+            self.device = self.parallel.device
+        elif hf_device_map.OPTIONS & set(spec.options):
+            self.device_map = hf_device_map.DeviceMap(spec)
+
+    def _with_placement(self, evidence: Evidence) -> Evidence:
+        note = self.parallel.note(self.model, evidence.op) if self.parallel else ""
+        notes = "; ".join(filter(None, (evidence.note, note)))
+        return dataclasses.replace(evidence, note=notes)
 
     def _load_model(self, folder: Path) -> Any:
         transformers = _import_transformers(self.name)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+
+        def read(**placement: Any) -> Any:
+            return transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=self.dtype,
                 attn_implementation=self.attention,
                 local_files_only=True,
+                **placement,
             )
+
+        try:
+            model = self._on_devices(read)
         except (ValueError, KeyError, OSError) as error:
             raise EngineError(
                 f"{self.name}: transformers can't load {folder}: {error}",
@@ -124,7 +168,16 @@ class HfEngine(Engine):
         self.has_experts = bool(_expert_modules(model))
         if self.has_experts:
             model.set_experts_implementation("eager")
-        return model.eval().to(self.device)
+        return model.eval()
+
+    def _on_devices(self, read: Callable[..., Any]) -> Any:
+        if self.parallel is not None:
+            return self.parallel.load(read)
+        if self.device_map is not None:
+            model = self.device_map.load(read)
+            self.device = hf_device_map.input_device(model)
+            return model
+        return read().to(self.device)
 
     def evidence(self) -> Iterator[Evidence]:
         """Every op is transformers' own."""
@@ -153,20 +206,23 @@ class HfEngine(Engine):
     def observe(self, recorder: Recorder) -> None:
         """Hook every linear, norm, router, expert, attention and layer; write the weights."""
         self.recorder = recorder
+        if self.parallel is not None:
+            self.parallel.gather_into(self.model, recorder)
         for name, module in self.model.named_modules():
-            self._write_weights(name, module, recorder)
+            with hf_device_map.at_hand(module) if self.device_map else nullcontext():
+                self._write_weights(name, module, recorder)
             self._observe_module(name, module, recorder)
         _observe_attention(self.model, self.attention, recorder)
 
     def _write_weights(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         if isinstance(bias, torch.Tensor):
-            recorder.static(name, "bias", bias)
+            _write_static(recorder, name, "bias", bias)
         if isinstance(weight, torch.Tensor):
-            recorder.static(name, "weight", weight)
+            _write_static(recorder, name, "weight", weight)
         elif _is_experts(module):
-            recorder.static(f"{name}.gate_up_proj", "weight", module.gate_up_proj)  # type: ignore[arg-type]
-            recorder.static(f"{name}.down_proj", "weight", module.down_proj)  # type: ignore[arg-type]
+            for leaf in ("gate_up_proj", "down_proj"):
+                _write_static(recorder, f"{name}.{leaf}", "weight", getattr(module, leaf))
 
     def _observe_module(self, name: str, module: nn.Module, recorder: Recorder) -> None:
         kind = type(module).__name__
@@ -223,7 +279,7 @@ class HfEngine(Engine):
             return self._scored(sequence, torch.cat(parts))
 
     def _scored(self, sequence: TokenSequence, logits_TV: torch.Tensor) -> ScoredTokens:
-        ids_T = torch.tensor(sequence.token_ids, device=self.device)
+        ids_T = torch.tensor(sequence.token_ids, device=logits_TV.device)
         logprobs, top_ids, top_logprobs = _gather(
             logits_TV[:-1], ids_T[1:], self.plan.capture.top_k
         )
@@ -276,6 +332,8 @@ class HfEngine(Engine):
     def close(self) -> None:
         """Drop the model."""
         del self.model
+        if self.device_map is not None:
+            self.device_map.close()
 
 
 def _import_transformers(engine: str) -> Any:
@@ -325,6 +383,11 @@ def _gather(
             top_ids += [()] * len(ids)
             top_logprobs += [()] * len(ids)
     return logprobs, top_ids, top_logprobs
+
+
+def _write_static(recorder: Recorder, native: str, kind: str, tensor: torch.Tensor) -> None:
+    if recorder.wants(native, kind):
+        recorder.static(native, kind, hf_parallel.whole(tensor.detach()))
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from minite_diag.alignments.base import ENVIRONMENT as ALIGN_VARIABLE
 from minite_diag.alignments.base import with_replaced
 from minite_diag.capture.recorder import Recorder
+from minite_diag.capture.shards import gather_into, whole_layout
 from minite_diag.engines.base import (
     Diagnosis,
     Engine,
@@ -36,7 +37,7 @@ from minite_diag.engines.sglang_plugin.in_process import (
     InProcessScheduler,
 )
 from minite_diag.engines.sglang_plugin.layout import build_layout, expert_layers, linear_modules
-from minite_diag.engines.sglang_plugin.shards import gather_into, shard_rules, whole_layout
+from minite_diag.engines.sglang_plugin.shards import shard_rules
 from minite_diag.engines.sglang_plugin.tensor_parallel import Preparation
 from minite_diag.errors import (
     EngineError,
@@ -239,7 +240,8 @@ class SglangEngine(Engine):
             )
         if self._ranks > 1:
             group = self.engine.scheduler.tp_group.cpu_group
-            gather_into(recorder, shard_rules(self.model), group)
+            rules = shard_rules(self.model)
+            gather_into(recorder, rules, group, engine="sglang", option="tp_size")
 
         def write() -> None:
             statics.write(self.model, recorder)

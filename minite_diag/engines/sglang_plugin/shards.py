@@ -1,24 +1,20 @@
-"""What a rank of a tensor-parallel SGLang holds of a tensor, and how rank 0 records the whole.
+"""What a rank of a tensor-parallel SGLang holds of each tensor.
 
-Knows SGLang's module classes, torch.distributed and the Recorder. Every rank runs the same hooks in
-the same order, so that a sharded tensor is gathered where it is seen. Invariant: what the model
-computes on is never the gathered tensor; a sum of partial outputs is recorded as all-reduce of two
-ranks gives it, in the tensor's dtype and in the order of the ranks.
+Knows SGLang's module classes; how shards become the whole is in capture.shards. Invariant: a tensor
+without a rule is the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
-from minite_diag.engines.base import Layout, Part
+from minite_diag.capture.shards import Rules, Shard, gather
+from minite_diag.engines.base import Layout
 from minite_diag.engines.sglang_plugin.layout import (
     expert_layers,
     linear_modules,
@@ -30,39 +26,6 @@ from minite_diag.trace.store import TraceWriter
 
 WEIGHT_KINDS: Final = ("weight", "weight_codes", "weight_block_scale")
 INPUT_KINDS: Final = ("input", "act_codes", "act_block_scale")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How shards make the whole: concatenated along `dim`, part by part, or added up."""
-
-    how: Literal["concatenate", "add"]
-    dim: int = -1
-    sizes: tuple[int, ...] = ()
-    """Sizes of the fused parts in one shard; empty for a tensor that is one part."""
-    rows: int = 0
-    """Rows that count; 0 for all of them. SGLang pads its vocabulary."""
-
-    def join(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, from one shard a rank."""
-        if self.how == "add":
-            total = shards[0]
-            for shard in shards[1:]:
-                total = total + shard
-            return total
-        sizes = self.sizes or (shards[0].shape[self.dim],)
-        pieces = [torch.split(_as_bytes(shard), list(sizes), self.dim) for shard in shards]
-        ordered = [rank[part] for part in range(len(sizes)) for rank in pieces]
-        whole = torch.cat(ordered, self.dim).view(shards[0].dtype)
-        return whole[: self.rows] if self.rows else whole
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Float8 can't be concatenated; its bytes can."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-Rules = dict[tuple[str, str], Shard]
 
 
 def shard_rules(model: nn.Module) -> Rules:
@@ -128,18 +91,6 @@ def _expert_rules(model: nn.Module, rules: Rules) -> None:
             rules[layer.name, "output"] = Shard("add")
 
 
-def whole_layout(layout: Layout, rules: Rules, ranks: int) -> Layout:
-    """The layout of the gathered tensors: rows of column-sharded modules are those of all ranks."""
-    parts = dict(layout.parts)
-    for name, found in layout.parts.items():
-        rule = rules.get((name, "weight"))
-        if rule is not None and rule.sizes:
-            parts[name] = tuple(
-                Part(p.fqn, p.start * ranks, p.stop * ranks, p.expert) for p in found
-            )
-    return Layout(parts, layout.block_scale_layout)
-
-
 class ShardRecorder(Recorder):
     """What the hooks of rank 1 and up write to: it hands shards to rank 0 and keeps nothing."""
 
@@ -170,45 +121,6 @@ class ShardRecorder(Recorder):
         """Hand a shard over, where this rank holds only a shard."""
         if self.active and (native, kind) in self.rules and self.wants(native, kind):
             gather(tensor, self.group)
-
-
-def gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """The tensor of every rank, on the group's first rank; nothing on the others."""
-    first, rank = dist.get_process_group_ranks(group)[0], dist.get_rank()
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    pieces = None
-    if rank == first:
-        pieces = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.gather(flat, pieces, dst=first, group=group)
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces or ()]
-
-
-def gather_into(recorder: Recorder, rules: Rules, group: Any) -> None:
-    """Make rank 0's recorder write the whole of what the ranks hold.
-
-    Raises EngineUnavailable for one that also replaces tensors.
-    """
-    if isinstance(recorder, IntervenedRecorder):
-        raise EngineUnavailable(
-            "sglang takes interventions with one rank only", "run it without the option tp_size"
-        )
-    static, record = recorder.static, recorder.tensor
-
-    def whole(native: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        rule = rules.get((native, kind))
-        if rule is None or not recorder.wants(native, kind):
-            return tensor
-        return rule.join(gather(tensor, group))
-
-    def write_static(native: str, kind: str, tensor: torch.Tensor) -> None:
-        static(native, kind, whole(native, kind, tensor))
-
-    def write(native: str, kind: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if recorder.active:
-            record(native, kind, whole(native, kind, tensor), *args, **kwargs)
-
-    recorder.static = write_static  # type: ignore[method-assign]
-    recorder.tensor = write  # type: ignore[method-assign,assignment]
 
 
 class Errors:
