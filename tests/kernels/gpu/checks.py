@@ -151,10 +151,8 @@ PACKED = [
     configs.PackedConfig(16, 64, False, 8, 4),
     configs.PackedConfig(64, 64, True, 4, 4),
     configs.PackedConfig(64, 128, True, 8, 3),
-    configs.PackedConfig(128, 128, False, 8, 3),
 ]
 DECODED = [
-    configs.DecodedConfig(128, 256, 64, 8, 3),
     configs.DecodedConfig(128, 128, 64, 8, 4),
     configs.DecodedConfig(64, 128, 64, 4, 4),
     configs.DecodedConfig(64, 64, 128, 4, 3),
