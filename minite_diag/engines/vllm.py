@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from minite_diag.alignments.base import apply_replacements, with_replaced
 from minite_diag.capture.recorder import Recorder
+from minite_diag.capture.shards import gather_into, whole_layout
 from minite_diag.engines.base import (
     Diagnosis,
     Engine,
@@ -27,7 +29,13 @@ from minite_diag.engines.base import (
     ScoredTokens,
     TokenSequence,
 )
-from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled, readback, statics
+from minite_diag.engines.vllm_plugin import (
+    nvfp4_cpu,
+    nvfp4_modelled,
+    readback,
+    shards,
+    statics,
+)
 from minite_diag.engines.vllm_plugin.hooks import (
     Observer,
     Request,
@@ -81,6 +89,7 @@ OPTIONS: Final = {
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
     "kv_cache_gib": "memory of the KV cache on a GPU, without measuring what is free",
+    "tensor_parallel_size": "tensor-parallel ranks of this machine, by torchrun; default 1",
     "seed": "overrides the plan's seed",
     "production": "true: compiled, with graphs and prefix caching, as `vllm serve` runs; no hooks",
 }
@@ -106,6 +115,14 @@ class VllmEngine(Engine):
 
     name: ClassVar[str] = "vllm"
     production_options: ClassVar[dict[str, str]] = {"production": "true"}
+
+    @classmethod
+    def ranks(cls, options: dict[str, str]) -> int:
+        """One process for each tensor-parallel rank."""
+        text = options.get("tensor_parallel_size", "1")
+        if not text.isdigit() or int(text) < 1:
+            raise UsageError(f"vllm: tensor_parallel_size={text}", "a number of ranks")
+        return int(text)
 
     @classmethod
     def diagnose(cls) -> Diagnosis:
@@ -142,6 +159,9 @@ class VllmEngine(Engine):
         self.snapshot = WeightSnapshot()
         arguments = self._arguments(config, register_loader(self.snapshot))
         self.patched = apply_replacements(self.name, spec.align, None)
+        has_ranks = self.ranks(spec.options) > 1
+        if has_ranks:
+            shards.name_shared_memory()
         try:
             self.llm = vllm.LLM(**arguments)
         except MiniteDiagError:
@@ -151,11 +171,19 @@ class VllmEngine(Engine):
                 f"vllm can't load {spec.checkpoint}: {root_cause(error)}",
                 "see the engine's log for vLLM's own messages",
             ) from error
+        if has_ranks:
+            shards.unlink_shared_memory()
         self.runner = _model_runner(self.llm)
         self.model: nn.Module = self.runner.get_model()
         layout = build_layout(self.model)
+        if self._ranks > 1:
+            layout = whole_layout(layout, shards.shard_rules(self.model), self._ranks)
         self._check_installed(layout)
         return self._info(vllm.__version__, layout)
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size)
 
     def _arguments(self, config: dict[str, Any], load_format: str) -> dict[str, Any]:
         options = self.spec.options
@@ -182,6 +210,11 @@ class VllmEngine(Engine):
             "max_num_seqs": sequences,
             "seed": int(options.get("seed", self.plan.seed)),
         }
+        ranks = self.ranks(options)
+        if ranks > 1:
+            # Every rank is an engine of its own that schedules alike: its modules are at hand.
+            arguments["tensor_parallel_size"] = ranks
+            arguments["distributed_executor_backend"] = "external_launcher"
         if self.in_production:
             for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
                 del arguments[name]
@@ -256,8 +289,10 @@ class VllmEngine(Engine):
 
     def _info(self, version: str, layout: Layout) -> EngineInfo:
         config = self.llm.llm_engine.vllm_config
-        evidence = with_replaced(readback.read_evidence(self.model), self.patched)
+        found = chain(readback.read_evidence(self.model), shards.evidence())
+        evidence = with_replaced(found, self.patched)
         settings = readback.read_settings(self.model, config)
+        settings["tensor_parallel"] = str(self._ranks)
         settings["weights_before_post_load"] = str(len(self.snapshot))
         device = next(self.model.parameters()).device
         return EngineInfo(
@@ -278,6 +313,9 @@ class VllmEngine(Engine):
                 "vllm in production settings is compiled: its modules can't be observed",
                 "leave the option production out",
             )
+        if self._ranks > 1:
+            rules, group = shards.shard_rules(self.model), shards.tensor_group().cpu_group
+            gather_into(recorder, rules, group, engine="vllm", option="tensor_parallel_size")
         statics.write(self.model, self.snapshot, recorder)
         Observer(self.model, self.runner, self._requests, recorder).attach()
 

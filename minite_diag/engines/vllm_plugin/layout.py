@@ -86,7 +86,7 @@ def build_layout(model: nn.Module) -> Layout:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     parts: dict[str, tuple[Part, ...]] = {}
     for name, module in linear_modules(model):
-        sizes = _partition_sizes(module)
+        sizes = partition_sizes(module)
         leaf = name.rpartition(".")[2]
         base = to_checkpoint(name)
         if len(sizes) == 1:
@@ -106,13 +106,14 @@ def build_layout(model: nn.Module) -> Layout:
     return Layout(parts)
 
 
-def _partition_sizes(module: Any) -> list[int]:
+def partition_sizes(module: Any) -> list[int]:
+    """Output features of each fused part, of this rank."""
     if hasattr(module, "total_num_kv_heads"):
         query = int(module.num_heads) * int(module.head_size)
         key = int(module.num_kv_heads) * int(module.head_size)
         value = int(module.num_kv_heads) * int(getattr(module, "v_head_size", module.head_size))
         return [query, key, value]
-    return [int(size) for size in getattr(module, "output_partition_sizes", [0])]
+    return [int(size) for size in getattr(module, "outputpartition_sizes", [0])]
 
 
 def _rows(parent: str, leaves: list[str], sizes: list[int]) -> Iterator[Part]:
