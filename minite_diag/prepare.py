@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from minite_diag import __version__
-from minite_diag.alignments.base import application, known_alignments, resolve_alignments
+from minite_diag.alignments.base import (
+    EXPORT,
+    application,
+    check_needs,
+    check_superseded,
+    known_alignments,
+    parts_of,
+    resolve_alignments,
+    without_superseded,
+)
 from minite_diag.checkpoints import (
     Checkpoint,
     calibrate,
@@ -140,23 +149,23 @@ def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
 def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:
     """Build the plan and write it to `run`."""
     write_request(request, run)
-    request = with_alignments(request)
+    with_alignments(request)
     _check(request)
-    _layout(request.layout)
     cache = cache_folder()
     say(f"model {request.model}")
     checkpoint = resolve(request.model, cache)
+    quantized, parts = _parts(request, checkpoint)
+    request = with_alignments(request, parts)
+    _layout(request.layout)
     probes = _probes(request, checkpoint)
     asked = (request.learner, *request.samplers)
     if checkpoint.is_quantized:
-        quantized = checkpoint.quantized_linear_names()
         exported = checkpoint
         needs_master = any(engine.name in HIGH_PRECISION_ENGINES for engine in asked)
         master = _decoded(checkpoint, cache, say) if needs_master else checkpoint
     else:
-        quantized = quantized_names(checkpoint, request.quantize)
         master = exported = checkpoint
-        if quantized and any(_loads_export(engine) for engine in asked):
+        if quantized and any(_reads_export(engine) for engine in asked):
             exported = _export(request, checkpoint, quantized, probes, cache, say)
     engines = _engines(request, master, exported, cache)
     plan = Plan(
@@ -211,14 +220,36 @@ def read_request(run: Path) -> CompareRequest:
         ) from error
 
 
-def with_alignments(request: CompareRequest) -> CompareRequest:
+def alignable_parts(request: CompareRequest) -> frozenset[str]:
+    """What the request's model has of that which alignments need (`Alignment.needs`)."""
+    return _parts(request, resolve(request.model, cache_folder()))[1]
+
+
+def _parts(request: CompareRequest, checkpoint: Checkpoint) -> tuple[list[str], frozenset[str]]:
+    """The quantized linears, and what alignments find in the model."""
+    quantized = (
+        checkpoint.quantized_linear_names()
+        if checkpoint.is_quantized
+        else quantized_names(checkpoint, request.quantize)
+    )
+    return list(quantized), parts_of(quantized, is_moe=checkpoint.is_moe)
+
+
+def with_alignments(request: CompareRequest, parts: frozenset[str] | None = None) -> CompareRequest:
     """The request with the settings of its alignments; later ones in the ladder win.
 
-    Raises UsageError for an unknown alignment, or one that names none of the request's engines.
+    `parts` are the model's, where it is known. Raises UsageError for an unknown alignment, one that
+    names none of the request's engines, or one that needs what the model does not have.
     """
     names = resolve_alignments(request.align)
     if "all" in request.align:
-        names = tuple(name for name in names if _is_for(name, request))
+        names = tuple(name for name in names if _is_for(name, request, parts))
+        names = names if parts is None else without_superseded(names, parts)
+    if parts is not None:
+        engines = (request.learner, *request.samplers)
+        wanted = [*names, *(n for e in engines for n in _own_alignments(e))]
+        check_needs(wanted, parts)
+        check_superseded(wanted, parts)
     exports: dict[str, str] = {}
     for name in names:
         alignment = known_alignments()[name]
@@ -239,8 +270,11 @@ def with_alignments(request: CompareRequest) -> CompareRequest:
     )
 
 
-def _is_for(name: str, request: CompareRequest) -> bool:
-    """Whether `all` stands for this alignment too, on the devices that the engines will use."""
+def _is_for(name: str, request: CompareRequest, parts: frozenset[str] | None) -> bool:
+    """Whether `all` stands for this alignment too, with these engines, devices and model."""
+    needs = known_alignments()[name].needs
+    if needs and parts is not None and needs not in parts:
+        return False
     found = [
         (engine, application(name, engine.name)) for engine in (request.learner, *request.samplers)
     ]
@@ -331,6 +365,11 @@ def _loads_export(request: EngineRequest) -> bool:
     return request.name not in HIGH_PRECISION_ENGINES and request.name != "toy"
 
 
+def _reads_export(request: EngineRequest) -> bool:
+    """Whether the engine needs it: to load, or for the scales in it."""
+    return _loads_export(request) or EXPORT in request.options.values()
+
+
 def _decoded(checkpoint: Checkpoint, cache: Path, say: Say) -> Checkpoint:
     """High-precision weights of an NVFP4 checkpoint, for engines that quantize by themselves."""
     folder = cache / "decoded" / f"{checkpoint.name}-{checkpoint.fingerprint[:16]}"
@@ -401,7 +440,11 @@ def _engines(
         if OWN_CHECKPOINT in engine.options:
             loaded = _own_checkpoint(engine, master, cache)
         names = (*request.align, *_own_alignments(engine))
-        options = {k: v for k, v in engine.options.items() if k not in _PLAN_OPTIONS}
+        options = {
+            key: str(_for_sampler(request, exported, cache).path) if value == EXPORT else value
+            for key, value in engine.options.items()
+            if key not in _PLAN_OPTIONS
+        }
         base = f"{role}-{engine.name}"
         taken = sum(spec.id == base or spec.id.startswith(f"{base}-") for spec in specs)
         specs.append(
@@ -419,6 +462,16 @@ def _engines(
             )
         )
     return tuple(specs)
+
+
+def _for_sampler(request: CompareRequest, exported: Checkpoint, cache: Path) -> Checkpoint:
+    """The NVFP4 checkpoint of the first sampler that loads one, else the export itself."""
+    for sampler in request.samplers:
+        if _loads_export(sampler) and OWN_CHECKPOINT in sampler.options:
+            return _own_checkpoint(sampler, exported, cache)
+        if _loads_export(sampler):
+            break
+    return exported
 
 
 def _own_checkpoint(engine: EngineRequest, master: Checkpoint, cache: Path) -> Checkpoint:

@@ -15,11 +15,19 @@ from typing import Any, Final
 
 from minite_diag.align.leave_one_out import leave_one_out
 from minite_diag.align.price import bare_price
-from minite_diag.alignments.base import application, known_alignments, resolve_alignments
+from minite_diag.align.rung import backward_of, changes_of, recipe_of, sides_of
+from minite_diag.alignments.base import (
+    application,
+    check_needs,
+    known_alignments,
+    resolve_alignments,
+    without_superseded,
+)
 from minite_diag.capture.runner import Report, capture
 from minite_diag.compare import compare
+from minite_diag.errors import UsageError
 from minite_diag.plan import Plan, read_plan
-from minite_diag.prepare import CompareRequest, prepare, read_request
+from minite_diag.prepare import CompareRequest, alignable_parts, prepare, read_request
 from minite_diag.summary import summarize
 
 ALIGN_JSON: Final = "align.json"
@@ -49,17 +57,13 @@ def align(
     request = read_request(run)
     plan = read_plan(run)
     before = summarize(run)
-    asked = not names or "all" in names
-    chosen = [
-        name
-        for name in resolve_alignments(names or ["all"])
-        if _applies(name, plan, before, unasked=asked)
-    ]
+    parts = alignable_parts(request)
+    chosen = _chosen(names, plan, before, parts)
     ladder = [_rung("as it is", (), plan, before, before)]
     after = before
     for count, name in enumerate(chosen, start=1):
         folder = run / "align" / f"{count}-{name}"
-        climbed = tuple(chosen[:count])
+        climbed = without_superseded(chosen[:count], parts)
         say(f"rung {count} of {len(chosen)}: + {name}")
         after = _measure(request, folder, climbed, say, report)
         ladder.append(_rung(f"+ {name}", climbed, read_plan(folder), after, before))
@@ -94,15 +98,42 @@ def _is_zero(summary: dict[str, Any]) -> bool:
     )
 
 
-def _applies(name: str, plan: Plan, before: dict[str, Any], *, unasked: bool) -> bool:
-    """Whether the alignment does something in an engine of the plan, and has an op to do it on."""
-    if name in ("router", "experts") and not any(".experts." in n for n in plan.quantized):
-        return False
-    if unasked and not known_alignments()[name].in_ladder:
-        return False
+def _chosen(
+    names: Sequence[str], plan: Plan, before: dict[str, Any], parts: frozenset[str]
+) -> list[str]:
+    """The rungs, in ladder order.
+
+    Raises UsageError for a named alignment that does nothing here; without names, or with `all`,
+    those are passed over.
+    """
+    resolved = resolve_alignments(names or ["all"])
+    if not names or "all" in names:
+        known = known_alignments()
+        return [
+            name
+            for name in resolved
+            if known[name].in_ladder
+            and known[name].needs in ("", *parts)
+            and not _useless(name, plan, before)
+        ]
+    check_needs(resolved, parts)
+    for name in resolved:
+        if reason := _useless(name, plan, before):
+            raise UsageError(f"alignment {name!r} {reason}", "leave it out")
+    return list(resolved)
+
+
+def _useless(name: str, plan: Plan, before: dict[str, Any]) -> str:
+    """Why the alignment does nothing in the run's engines, on their devices; empty: it does."""
+    found = [how for spec in plan.engines if (how := application(name, spec.engine)) is not None]
+    if not found:
+        return f"does nothing in {', '.join(spec.engine for spec in plan.engines)}"
     devices = {e["id"]: "cpu" if e["device"] == "cpu" else "cuda" for e in before["engines"]}
-    found = [(spec, application(name, spec.engine)) for spec in plan.engines]
-    return any(how is not None and how.device in ("", devices[spec.id]) for spec, how in found)
+    for spec in plan.engines:
+        how = application(name, spec.engine)
+        if how is not None and how.device in ("", devices[spec.id]):
+            return ""
+    return f"is for {found[0].device}, this run is on {', '.join(sorted(set(devices.values())))}"
 
 
 def _measure(
@@ -132,9 +163,10 @@ def _rung(
         "run": summary["run"],
         "alignments": list(names),
         "what": newest.title if newest else "both engines in their own settings",
-        "sides": [s.role for s in plan.engines if names and names[-1] in s.align],
+        "sides": sides_of(newest, plan),
+        "changes": changes_of(newest, plan),
         "kernels": bool(newest and newest.kernels),
-        "learner_recipe": plan.learner.options.get("recipe", "te"),
+        "learner_recipe": recipe_of(plan.learner),
         "backward": backward_of(plan),
         "export_recipe": plan.export_recipe,
         "verdict": summary["verdict"],
@@ -149,21 +181,6 @@ def _rung(
             for engine, old in zip(summary["engines"], before["engines"], strict=True)
         ],
     }
-
-
-def backward_of(plan: Plan) -> str | None:
-    """How the learner's dgrad and wgrad compute under its recipe; None without quantized linears.
-
-    An alignment changes the forward rule of activations and weights; the gradient operands keep
-    the recipe's own rule, so both stay W4A4 GEMMs.
-    """
-    if not plan.quantized or plan.learner.engine != "te":
-        return None
-    from minite_kernels.nvfp4.recipe import get_recipe
-
-    recipe = get_recipe(plan.learner.options.get("recipe", "te"))
-    hadamard = ", wgrad after RHT" if recipe.rht_wgrad else ""
-    return f"W4A4 dgrad and wgrad, {recipe.gradient.rounding} gradients{hadamard}"
 
 
 def _closed(summary: dict[str, Any], before: dict[str, Any], mode: str) -> float | None:

@@ -1,5 +1,7 @@
 """All alignments but one: the gap that returns, and whether attribution names what was left out.
 
+Settings are left out as well as ops; one that a later alignment overrides brings nothing back.
+
 Knows the ladder's measurement and the stored half of attribution. Invariant: the verdict rests on
 causes that were found without knowing which alignment is missing.
 """
@@ -24,14 +26,12 @@ Measure = Callable[[tuple[str, ...], str], dict[str, Any]]
 def leave_one_out(
     run: Path, climbed: Sequence[str], measure: Measure, report: Report
 ) -> list[dict[str, Any]]:
-    """One row for each alignment of `climbed` that puts an op of ours into an engine."""
+    """One row for each alignment of `climbed`."""
     from minite_diag.attribute.stage import attribute
     from minite_diag.summary import summarize
 
     rows = []
     for name in climbed:
-        if not known_alignments()[name].kernels:
-            continue
         rest = tuple(other for other in climbed if other != name)
         folder = f"without-{name}"
         measured = measure(rest, folder)
@@ -46,7 +46,6 @@ def _row(name: str, summary: dict[str, Any]) -> dict[str, Any]:
     pair = summary["pairs"][0] if summary["pairs"] else None
     causes = list(pair["causes"] or []) if pair else []
     codes = list(dict.fromkeys(cause["code"] for cause in causes))
-    expected = expected_causes(name)
     return {
         "left_out": name,
         "run": summary["run"],
@@ -55,18 +54,31 @@ def _row(name: str, summary: dict[str, Any]) -> dict[str, Any]:
         "sites": pair["sites"] if pair else None,
         "first_divergence": pair["first_divergence"] if pair else None,
         "causes": [{"code": c["code"], "where": c["where"], "text": c["text"]} for c in causes],
-        "attributed": _is_named(codes, expected),
+        "attributed": None if _is_equal(pair) else _is_named(name, codes, pair),
     }
 
 
-def _is_named(codes: list[str], expected: frozenset[str] | None) -> bool | None:
-    """Whether the causes are what was left out and nothing else; None where nothing returned."""
-    if not codes:
-        return None
+def _is_equal(pair: dict[str, Any] | None) -> bool:
+    """Whether nothing came back: every log-probability and tensor is still bitwise equal."""
+    return pair is not None and (
+        pair["sites"]["compared"] == pair["sites"]["bitwise_equal"]
+        and all(mode["equal"] == mode["tokens"] for mode in pair["logprob"].values())
+    )
+
+
+def _is_named(name: str, codes: list[str], pair: dict[str, Any] | None) -> bool:
+    """Whether the causes are what was left out and nothing else, in the part that it covers."""
     named = [code for code in codes if code != CONSEQUENCE]
-    if expected is None:
-        return bool(named) and all(code.startswith("MD1") for code in named)
-    return bool(named) and set(named) <= expected
+    expected = expected_causes(name)
+    if expected is not None:
+        return bool(named) and set(named) <= expected
+    first = (pair or {}).get("first_divergence")
+    part = known_alignments()[name].needs
+    in_part = first is None or {
+        "experts": ".experts." in first["site"],
+        "linears": ".experts." not in first["site"],
+    }.get(part, True)
+    return bool(named) and in_part and all(code.startswith("MD1") for code in named)
 
 
 def expected_causes(name: str) -> frozenset[str] | None:

@@ -15,7 +15,7 @@ import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from minite_diag.engines.base import Evidence
 from minite_diag.errors import EngineError, UsageError
@@ -25,13 +25,20 @@ ENVIRONMENT: Final = "MINITE_DIAG_ALIGN"
 """Comma list of alignments that the plugins apply in a user's own processes."""
 
 
+EXPORT: Final = "{export}"
+"""As the value of an option: the NVFP4 checkpoint that the sampler loads."""
+
+Needs = Literal["", "quantized", "linears", "experts", "moe"]
+
+
 @dataclass(frozen=True)
 class Application:
     """What an alignment does in one engine of `versions` on `device` (cpu, cuda; empty: both).
 
     `environment` is set before the engine's library is imported; `options` override the plan's
     options of the engine; `replacements` are (op, "module:function"): the function takes the
-    engine's model (or None before it exists) and returns the names of what it patched.
+    engine's model (or None before it exists) and returns the names of what it patched. `plugin` are
+    the replacements that stand for `options` in a user's own process, where no plan gives any.
     """
 
     versions: str = ""
@@ -39,6 +46,7 @@ class Application:
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     replacements: tuple[tuple[str, str], ...] = ()
+    plugin: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class Alignment:
 
     `export` overrides the export's recipe or layout; `kernels` says whether it puts our ops into
     the engines (False: settings that users can deploy today). `in_ladder` alignments are climbed
-    without being named.
+    without being named. `needs` is what the model must have for them to change anything: a
+    quantized linear, a dense one (`linears`), one of an expert (`experts`), or a router (`moe`).
+    `superseded_by`: those that the model can have, together, leave it nothing to do.
     """
 
     name: str
@@ -56,6 +66,8 @@ class Alignment:
     export: dict[str, str] = field(default_factory=dict)
     kernels: bool = False
     in_ladder: bool = True
+    needs: Needs = ""
+    superseded_by: tuple[str, ...] = ()
 
 
 def load_object(target: str) -> Any:
@@ -87,6 +99,50 @@ def resolve_alignments(names: Sequence[str]) -> tuple[str, ...]:
                 f"did you mean {near[0]!r}?" if near else f"one of: all, {', '.join(known)}",
             )
     return tuple(name for name in known if name in names)
+
+
+def parts_of(quantized: Iterable[str], *, is_moe: bool) -> frozenset[str]:
+    """What a model has of that which alignments need (`Alignment.needs`)."""
+    found = {"experts" if ".experts." in fqn else "linears" for fqn in quantized}
+    return frozenset(found | ({"quantized"} if found else set()) | ({"moe"} if is_moe else set()))
+
+
+def check_needs(names: Sequence[str], parts: frozenset[str]) -> None:
+    """Raise UsageError for an alignment that needs what the model does not have."""
+    missing = {
+        "quantized": "nothing of this model is quantized",
+        "linears": "no dense linear of this model is quantized",
+        "experts": "no expert of this model is quantized",
+        "moe": "this model has no experts",
+    }
+    for name in names:
+        needs = known_alignments()[name].needs
+        if needs and needs not in parts:
+            raise UsageError(
+                f"alignment {name!r} patches nothing: {missing[needs]}", "leave it out"
+            )
+
+
+def without_superseded(names: Sequence[str], parts: frozenset[str]) -> tuple[str, ...]:
+    """The alignments that still do something beside the others, in a model with these parts."""
+    known = known_alignments()
+
+    def others(name: str) -> set[str]:
+        return {n for n in known[name].superseded_by if known[n].needs in ("", *parts)}
+
+    return tuple(n for n in names if not others(n) or not others(n) <= set(names))
+
+
+def check_superseded(names: Sequence[str], parts: frozenset[str]) -> None:
+    """Raise UsageError for an alignment to which the others leave nothing to do."""
+    kept = without_superseded(names, parts)
+    for name in names:
+        if name not in kept:
+            others = [n for n in known_alignments()[name].superseded_by if n in names]
+            raise UsageError(
+                f"alignment {name!r} patches nothing beside {' and '.join(map(repr, others))}",
+                "leave one of them out",
+            )
 
 
 def application(name: str, engine: str) -> Application | None:
@@ -126,15 +182,18 @@ def check_device(engine: str, names: Sequence[str], device: str) -> None:
             )
 
 
-def apply_replacements(engine: str, names: Sequence[str], model: Any) -> dict[str, list[str]]:
+def apply_replacements(
+    engine: str, names: Sequence[str], model: Any, *, in_plugin: bool = False
+) -> dict[str, list[str]]:
     """Run every replacement of the named alignments: op -> names of what was patched.
 
-    Raises EngineError for a replacement that found nothing to patch.
+    `in_plugin` in a user's own process. Raises EngineError for a replacement that found nothing to
+    patch.
     """
     patched: dict[str, list[str]] = {}
     for name in names:
-        found = application(name, engine)
-        for op, target in found.replacements if found else ():
+        found = application(name, engine) or Application()
+        for op, target in (*(found.plugin if in_plugin else ()), *found.replacements):
             changed = list(load_object(target)(model))
             if not changed:
                 raise EngineError(

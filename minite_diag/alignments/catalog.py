@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from minite_diag.alignments.base import Alignment, Application
+from minite_diag.alignments.base import EXPORT, Alignment, Application, Needs
 
 _HF: Final = "minite_diag.alignments.transformers_ops"
 _VLLM: Final = "minite_diag.alignments.vllm_ops"
@@ -22,13 +22,13 @@ def _learner(op: str, function: str) -> dict[str, Application]:
     return {"te": application, "hf": application}
 
 
-def _op(name: str, title: str, op: str) -> Alignment:
+def _op(name: str, title: str, op: str, needs: Needs = "") -> Alignment:
     """One op, replaced by the same kernel on both sides."""
     function = f"align_{op}"
     vllm = Application(_VLLM_KNOWN, replacements=((op, f"{_VLLM}:{function}"),))
     sglang = Application(_SGLANG_CPU, replacements=((op, f"{_SGLANG}:{function}"),))
     engines = {**_learner(op, function), "vllm": vllm, "sglang": sglang}
-    return Alignment(name, title, engines, kernels=True)
+    return Alignment(name, title, engines, kernels=True, needs=needs)
 
 
 def _settings(recipe: str) -> dict[str, Application]:
@@ -36,6 +36,23 @@ def _settings(recipe: str) -> dict[str, Application]:
     any_sampler = {name: Application("any") for name in ("vllm", "sglang")}
     return {"te": Application("any", options={"recipe": recipe}), **any_sampler}
 
+
+def _nvfp4(name: str, title: str, op: str, part: Needs, option: str) -> Alignment:
+    """The W4A4 arithmetic of one part of the model; `option` names the part in the engines."""
+
+    def sampler(versions: str, module: str) -> Application:
+        plugin = ((op, f"{module}:align_{name.replace('-', '_')}"),)
+        return Application(versions, options={f"nvfp4_{option}": _POW2_BY_ROW}, plugin=plugin)
+
+    engines = {
+        "te": Application("any", options={option: _POW2_BY_ROW}),
+        "vllm": sampler(_VLLM_KNOWN, _VLLM),
+        "sglang": sampler(_SGLANG_CPU, _SGLANG),
+    }
+    return Alignment(name, title, engines, export={"recipe": "pow2"}, kernels=True, needs=part)
+
+
+_POW2_BY_ROW: Final = "pow2-row-scaled"
 
 _EXACT_MATH: Final = {
     "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH": "1",
@@ -100,15 +117,11 @@ ALIGNMENTS: Final = {
             export={"recipe": "pow2"},
         ),
         Alignment(
-            "nvfp4-linear",
-            "per-token power-of-two scales and one W4A4 GEMM in every quantized linear and expert",
-            {
-                "te": Application("any", options={"recipe": "pow2-row-scaled"}),
-                "vllm": Application(_VLLM_KNOWN, options={"nvfp4_recipe": "pow2-row-scaled"}),
-                "sglang": Application(_SGLANG_CPU, options={"nvfp4_recipe": "pow2-row-scaled"}),
-            },
-            export={"recipe": "pow2"},
-            kernels=True,
+            "static-scale",
+            "the learner takes the activation scales that the sampler's checkpoint was calibrated to",
+            {"te": Application("any", options={"input_scales": EXPORT})},
+            needs="quantized",
+            superseded_by=("nvfp4-linear", "nvfp4-moe"),
         ),
         _op("norm", "RMSNorm of the rounded residual sum", "norm"),
         _op("rope", "RoPE in FP32 from one table, rounded once", "rope"),
@@ -118,8 +131,27 @@ ALIGNMENTS: Final = {
             "SiLU from fixed FP32 operations, rounded before the product",
             "activation",
         ),
-        _op("router", "softmax over all experts in FP32, lower index on ties", "router"),
-        _op("experts", "weighted sum of experts in slot order, FP32, rounded once", "experts"),
+        _op("router", "softmax over all experts in FP32, lower index on ties", "router", "moe"),
+        _op(
+            "experts",
+            "weighted sum of experts in slot order, FP32, rounded once",
+            "experts",
+            "experts",
+        ),
+        _nvfp4(
+            "nvfp4-linear",
+            "per-token power-of-two scales and one W4A4 GEMM in every quantized dense linear",
+            "nvfp4_linear",
+            "linears",
+            "linear_recipe",
+        ),
+        _nvfp4(
+            "nvfp4-moe",
+            "per-token power-of-two scales and one W4A4 GEMM in every quantized expert",
+            "nvfp4_experts",
+            "experts",
+            "expert_recipe",
+        ),
         _op("lm-head", "lm_head with a row-invariant FP32 sum", "lm_head"),
         _op("logprobs", "log-softmax with a fixed order", "logprobs"),
     )

@@ -33,10 +33,15 @@ def _refuse(what: str, unsupported: dict[str, bool]) -> None:
             raise EngineError(f"aligned {what} has no {name}", f"leave {what!r} out")
 
 
-def align_nvfp4(_: Any) -> Iterator[str]:
-    """The W4A4 linear and the experts of recipe pow2-row-scaled, on CPU."""
-    nvfp4_methods.register(NVFP4_RECIPE)
+def align_nvfp4_linear(_: Any) -> Iterator[str]:
+    """The W4A4 linear of recipe pow2-row-scaled, on CPU."""
+    nvfp4_methods.register(NVFP4_RECIPE, None)
     yield f"{nvfp4_methods.__name__}.apply_linear"
+
+
+def align_nvfp4_moe(_: Any) -> Iterator[str]:
+    """The experts of recipe pow2-row-scaled, on CPU."""
+    nvfp4_methods.register(None, NVFP4_RECIPE)
     yield f"{nvfp4_methods.__name__}.apply_experts"
 
 

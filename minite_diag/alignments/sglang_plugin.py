@@ -20,10 +20,6 @@ def register() -> dict[str, list[str]]:
     """Apply what the environment asks for, once; op -> names of what was patched."""
     names = names_in_environment()
     if names and not _patched:
-        from minite_diag.alignments.sglang_ops import align_nvfp4
-
         chosen = resolve_alignments(names)
-        if "nvfp4-linear" in chosen:
-            _patched["nvfp4_linear"] = list(align_nvfp4(None))
-        _patched.update(apply_replacements("sglang", chosen, None))
+        _patched.update(apply_replacements("sglang", chosen, None, in_plugin=True))
     return _patched

@@ -47,19 +47,18 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def align_nvfp4(_: Any) -> Iterator[str]:
-    """The W4A4 linear and the experts of recipe pow2-row-scaled.
+def align_nvfp4_linear(_: Any) -> Iterator[str]:
+    """The W4A4 linear of recipe pow2-row-scaled."""
+    from minite_diag.engines.vllm_plugin import nvfp4_modelled
 
-    On CUDA vLLM has to be started with moe_backend="emulation" for the experts.
-    """
-    from minite_diag.engines.vllm_plugin import nvfp4_cpu, nvfp4_modelled
-    from minite_kernels.nvfp4.recipe import get_recipe
+    yield f"nvfp4 linear kernel {nvfp4_modelled.register_linears(NVFP4_RECIPE)}"
 
-    recipe = get_recipe(NVFP4_RECIPE)
-    kernel = nvfp4_modelled.linear_kernel_class(recipe)
-    nvfp4_cpu.register_linear(kernel)
-    nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(recipe))
-    yield f"nvfp4 linear kernel {kernel.__qualname__}"
+
+def align_nvfp4_moe(_: Any) -> Iterator[str]:
+    """The experts of recipe pow2-row-scaled; vLLM has to be started with moe_backend="emulation"."""
+    from minite_diag.engines.vllm_plugin import nvfp4_modelled
+
+    nvfp4_modelled.register_experts(NVFP4_RECIPE)
     yield "nvfp4 experts (EMULATION backend)"
 
 

@@ -11,7 +11,6 @@ from minite_diag.alignments.base import (
     names_in_environment,
     resolve_alignments,
 )
-from minite_diag.alignments.vllm_ops import align_nvfp4
 
 _patched: dict[str, list[str]] = {}
 
@@ -21,7 +20,5 @@ def register() -> dict[str, list[str]]:
     names = names_in_environment()
     if names and not _patched:
         chosen = resolve_alignments(names)
-        if "nvfp4-linear" in chosen:
-            _patched["nvfp4_linear"] = list(align_nvfp4(None))
-        _patched.update(apply_replacements("vllm", chosen, None))
+        _patched.update(apply_replacements("vllm", chosen, None, in_plugin=True))
     return _patched

@@ -63,12 +63,15 @@ OPTIONS: Final = {
     "chunked_prefill_size": "tokens of a prefill step; default: a prompt is one step",
     "nvfp4_recipe": "auto (what SGLang's kernels compute, modelled on CPU), or another "
     f"arithmetic: {', '.join(nvfp4.MODELLED_RECIPES)}",
+    "nvfp4_linear_recipe": "as nvfp4_recipe, of dense linears alone",
+    "nvfp4_expert_recipe": "as nvfp4_recipe, of experts alone",
     "attention_backend": "SGLang's attention backend; default torch_native",
     "tp_size": "tensor-parallel ranks, each a process on this machine; default 1",
     "seed": "overrides the plan's seed",
     "production": "true: radix cache and chunked prefill as a server has them; no hooks",
 }
 
+RECIPE_OPTIONS: Final = ("nvfp4_recipe", "nvfp4_linear_recipe", "nvfp4_expert_recipe")
 NVFP4_RECIPES: Final = ("auto", *nvfp4.MODELLED_RECIPES, *nvfp4.ALIGNED_RECIPES)
 
 QUANTIZATIONS: Final = {
@@ -109,7 +112,7 @@ class SglangEngine(Engine):
         config = _read_config(Path(spec.checkpoint))
         _check_architecture(config)
         _check_format(config, spec)
-        preparation = Preparation(_nvfp4_recipe(spec), spec.align)
+        preparation = Preparation(_nvfp4_recipes(spec), spec.align)
         self.patched = preparation.apply()
         try:
             self.engine = InProcessScheduler(self._arguments(config), preparation)
@@ -369,11 +372,17 @@ def _sampled(sequence: TokenSequence, result: Generated) -> ScoredTokens:
     )
 
 
-def _nvfp4_recipe(spec: EngineSpec) -> str | None:
+def _nvfp4_recipes(spec: EngineSpec) -> tuple[str, str] | None:
+    """The recipes of dense linears and of experts; None where nothing is NVFP4."""
     if spec.checkpoint_format not in QUANTIZATIONS:
         return None
-    recipe = spec.options.get("nvfp4_recipe", "auto")
-    return nvfp4.NATIVE_RECIPES[spec.checkpoint_format] if recipe == "auto" else recipe
+    every, linears, experts = (spec.options.get(option) for option in RECIPE_OPTIONS)
+    native = nvfp4.NATIVE_RECIPES[spec.checkpoint_format]
+    first, second = (
+        native if recipe in (None, "auto") else str(recipe)
+        for recipe in (linears or every, experts or every)
+    )
+    return first, second
 
 
 def _label(statuses: set[str]) -> str:
@@ -386,17 +395,18 @@ def _check_options(spec: EngineSpec) -> None:
         raise UsageError(
             f"engine 'sglang' has no option {unknown[0]!r}", f"one of: {', '.join(OPTIONS)}"
         )
-    recipe = spec.options.get("nvfp4_recipe", "auto")
-    if recipe not in NVFP4_RECIPES:
-        raise UsageError(
-            f"engine 'sglang' can't run nvfp4_recipe={recipe}",
-            f"one of: {', '.join(NVFP4_RECIPES)}",
-        )
-    if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
-        raise UsageError(
-            f"nvfp4_recipe={recipe}, but sglang loads a {spec.checkpoint_format} checkpoint",
-            "leave the option out, or quantize something",
-        )
+    for option in RECIPE_OPTIONS:
+        recipe = spec.options.get(option, "auto")
+        if recipe not in NVFP4_RECIPES:
+            raise UsageError(
+                f"engine 'sglang' can't run {option}={recipe}",
+                f"one of: {', '.join(NVFP4_RECIPES)}",
+            )
+        if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
+            raise UsageError(
+                f"{option}={recipe}, but sglang loads a {spec.checkpoint_format} checkpoint",
+                "leave the option out, or quantize something",
+            )
 
 
 def _import_sglang() -> Any:

@@ -54,7 +54,6 @@ from minite_diag.errors import (
     root_cause,
 )
 from minite_diag.plan import EngineSpec, Plan
-from minite_kernels.nvfp4.recipe import get_recipe
 
 INSTALL: Final = "pip install 'minite-diag[vllm]'"
 
@@ -85,6 +84,8 @@ OPTIONS: Final = {
     "nvfp4_recipe": "auto (what vLLM chooses: on CPU its emulation, on a GPU without FP4 cores "
     "Marlin W4A16), vllm-emulation (W4A4), or the modelled arithmetic of an engine that isn't "
     "here: vllm-cuda, flashinfer-fast, ...",
+    "nvfp4_linear_recipe": "as nvfp4_recipe, of dense linears alone",
+    "nvfp4_expert_recipe": "as nvfp4_recipe, of experts alone",
     "dequantized_gib": "memory for dequantized NVFP4 weights of the emulation on CPU; default 8",
     "attention_backend": "vLLM's attention backend; default: vLLM chooses",
     "gpu_memory_utilization": "share of a GPU's memory",
@@ -94,12 +95,9 @@ OPTIONS: Final = {
     "production": "true: compiled, with graphs and prefix caching, as `vllm serve` runs; no hooks",
 }
 
-NVFP4_RECIPES: Final = (
-    "auto",
-    "vllm-emulation",
-    *nvfp4_modelled.MODELLED_RECIPES,
-    *nvfp4_modelled.ALIGNED_RECIPES,
-)
+OUR_RECIPES: Final = (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES)
+NVFP4_RECIPES: Final = ("auto", "vllm-emulation", *OUR_RECIPES)
+RECIPE_OPTIONS: Final = ("nvfp4_recipe", "nvfp4_linear_recipe", "nvfp4_expert_recipe")
 
 QUANTIZATIONS: Final = {
     "nvfp4-modelopt": ("modelopt", "modelopt_fp4"),
@@ -270,21 +268,25 @@ class VllmEngine(Engine):
             )
 
     def _check_kernels(self) -> None:
-        """Raise EngineError where another NVFP4 kernel runs than the option asks for."""
-        asked = self.spec.options.get("nvfp4_recipe", "auto")
-        if asked == "auto":
-            return
-        for name, module in linear_modules(self.model):
-            kernel = kernel_object(module) if is_nvfp4(module) else None
-            if kernel is None:
-                continue
+        """Raise EngineError where another NVFP4 kernel runs than the options ask for."""
+        linears, experts = _recipes(self.spec.options)
+        running = [
+            (name, linears, kernel)
+            for name, module in linear_modules(self.model)
+            if is_nvfp4(module) and (kernel := kernel_object(module)) is not None
+        ]
+        running += [
+            (layer.name, experts, getattr(fused_experts(layer), "arithmetic", None))
+            for layer in expert_layers(self.model)
+            if layer.is_nvfp4
+        ]
+        for name, asked, kernel in running:
             recipe = getattr(kernel, "recipe", None)
             found = recipe.name if recipe is not None else type(kernel).__name__
-            if found not in (asked, "EmulationNvFp4LinearKernel") or (
-                recipe is None and asked != "vllm-emulation"
-            ):
+            # Not ours: vLLM refuses to load where its emulation, by that argument, can't run.
+            if found != asked and (recipe is not None or asked in OUR_RECIPES):
                 raise EngineError(
-                    f"{name} runs {found}, nvfp4_recipe={asked} was asked for", "report this"
+                    f"{name} runs {found}, the recipe {asked} was asked for", "report this"
                 )
 
     def _info(self, version: str, layout: Layout) -> EngineInfo:
@@ -499,16 +501,17 @@ def _check_options(spec: EngineSpec) -> None:
         raise UsageError(
             f"engine 'vllm' has no option {unknown[0]!r}", f"one of: {', '.join(OPTIONS)}"
         )
-    recipe = spec.options.get("nvfp4_recipe", "auto")
-    if recipe not in NVFP4_RECIPES:
-        raise UsageError(
-            f"engine 'vllm' can't run nvfp4_recipe={recipe}", f"one of: {', '.join(NVFP4_RECIPES)}"
-        )
-    if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
-        raise UsageError(
-            f"nvfp4_recipe={recipe}, but vllm loads a {spec.checkpoint_format} checkpoint",
-            "leave the option out, or quantize something",
-        )
+    for option in RECIPE_OPTIONS:
+        recipe = spec.options.get(option, "auto")
+        if recipe not in NVFP4_RECIPES:
+            raise UsageError(
+                f"engine 'vllm' can't run {option}={recipe}", f"one of: {', '.join(NVFP4_RECIPES)}"
+            )
+        if recipe != "auto" and spec.checkpoint_format not in QUANTIZATIONS:
+            raise UsageError(
+                f"{option}={recipe}, but vllm loads a {spec.checkpoint_format} checkpoint",
+                "leave the option out, or quantize something",
+            )
 
 
 def _import_vllm(*, compiles: bool) -> Any:
@@ -557,36 +560,34 @@ def _choose_nvfp4(config: dict[str, Any], options: dict[str, str]) -> dict[str, 
     """Arguments and registrations that make vLLM run NVFP4 on this platform."""
     from vllm.platforms import current_platform
 
-    recipe = options.get("nvfp4_recipe", "auto")
+    on_cpu = current_platform.is_cpu()
+    linears, experts = _recipes(options)
     has_experts = any(config.get(key) for key in ("num_experts", "num_local_experts"))
-    if current_platform.is_cpu():
-        _register_on_cpu(recipe, has_experts, float(options.get("dequantized_gib", "8")))
-        return {"moe_backend": "emulation"} if has_experts else {}
-    if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
-        register_recipe(recipe, has_experts=has_experts)
-        return {"moe_backend": "emulation"} if has_experts else {}
-    if recipe == "vllm-emulation":
-        return {"linear_backend": "emulation", "moe_backend": "emulation"}
-    return {}
-
-
-def register_recipe(recipe: str, *, has_experts: bool) -> None:
-    """Put a recipe of minite_kernels into vLLM's NVFP4 linears and experts, on any device."""
-    model = get_recipe(recipe)
-    nvfp4_cpu.register_linear(nvfp4_modelled.linear_kernel_class(model))
-    if has_experts:
-        nvfp4_cpu.register_experts(nvfp4_modelled.ModelledExperts(model))
-
-
-def _register_on_cpu(recipe: str, has_experts: bool, dequantized_gib: float) -> None:
-    if recipe in (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES):
-        register_recipe(recipe, has_experts=has_experts)
-        return
-    nvfp4_cpu.register_linear()
-    if dequantized_gib:
-        nvfp4_cpu.keep_dequantized(int(dequantized_gib * 2**30))
-    if has_experts:
+    kept_gib = float(options.get("dequantized_gib", "8"))
+    if on_cpu and kept_gib and not {linears, experts} <= set(OUR_RECIPES):
+        nvfp4_cpu.keep_dequantized(int(kept_gib * 2**30))
+    arguments: dict[str, Any] = {}
+    if linears in OUR_RECIPES:
+        nvfp4_modelled.register_linears(linears)
+    elif on_cpu:
+        nvfp4_cpu.register_linear()
+    elif linears == "vllm-emulation":
+        arguments["linear_backend"] = "emulation"
+    if not has_experts:
+        return arguments
+    if experts in OUR_RECIPES:
+        nvfp4_modelled.register_experts(experts)
+    elif on_cpu:
         nvfp4_cpu.register_experts()
+    if on_cpu or experts != "auto":
+        arguments["moe_backend"] = "emulation"
+    return arguments
+
+
+def _recipes(options: dict[str, str]) -> tuple[str, str]:
+    """What was asked for of dense linears and of experts."""
+    every = options.get("nvfp4_recipe", "auto")
+    return options.get("nvfp4_linear_recipe", every), options.get("nvfp4_expert_recipe", every)
 
 
 def _model_runner(llm: Any) -> Any:

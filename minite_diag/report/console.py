@@ -162,7 +162,7 @@ def print_gate(summary: dict[str, Any], console: Console) -> None:
 
 
 def print_ladder(result: dict[str, Any], console: Console) -> None:
-    """One row per rung: gap, share closed, tensors equal, what is ours, and the price.
+    """One row per rung: gap, share closed, tensors equal, price; then what each rung changes.
 
     The gap is the mean absolute log-probability difference, `equal` counts tensors; time and memory
     are learner/sampler ratios to the first run, both hooked.
@@ -174,10 +174,7 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
     for rung in result["ladder"]:
         table.add_row(_plain(rung["rung"]), *words.rung_cells(rung))
     console.print(table)
-    backward = [rung for rung in result["ladder"] if rung.get("backward")]
-    for said in dict.fromkeys(rung["backward"] for rung in backward):
-        rungs = ", ".join(rung["rung"] for rung in backward if rung["backward"] == said)
-        _line(console, "backward", f"{said}: {rungs}")
+    _print_changes(result["ladder"], console)
     for rung in result["ladder"]:
         for error in rung["error"]:
             _line(console, rung["rung"], f"{error['message']} -> {error['hint']}", "red")
@@ -190,6 +187,21 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
         _line(console, "price", f"{row['engine']}: {words.bare_price(row)}")
     for row in result["left_out"] or []:
         _line(console, "without", f"{row['left_out']}: {words.left_out(row)}")
+
+
+def _print_changes(ladder: list[dict[str, Any]], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rung", no_wrap=True)
+    for heading in ("side", "changed", "ours"):
+        table.add_column(heading, overflow="fold")
+    for rung in ladder:
+        sides, changed, _, ours = words.rung_changes(rung)
+        table.add_row(*map(_plain, (rung["rung"], sides, changed, ours)))
+    console.print(table)
+    backward = [rung for rung in ladder if rung.get("backward")]
+    for said in dict.fromkeys(rung["backward"] for rung in backward):
+        rungs = ", ".join(rung["rung"] for rung in backward if rung["backward"] == said)
+        _line(console, "backward", f"{said}: {rungs}")
 
 
 def print_doctor(found: dict[str, Any], console: Console) -> None:

@@ -81,17 +81,20 @@ def ladder_of(ladder: Json, key: str) -> Json:
     rows = []
     for rung in rungs:
         sample, score, closed, equal, time, memory = words.rung_cells(rung)
-        ours = sorted({op for side in rung["ops"] for op in side.get("replaced", [])})
+        sides, changed, backward, ours = words.rung_changes(rung)
         rows.append(
             Row(
                 [
                     text(rung["rung"]),
                     text(rung["what"]),
+                    text(sides),
+                    text(changed),
+                    text(backward),
                     Cell(sample, _float(sample)),
                     Cell(score, _float(score)),
                     Cell(closed, _float(closed.rstrip("%"))),
                     Cell(equal, (rung["sites"] or {}).get("bitwise_equal")),
-                    text(", ".join(ours) or "none"),
+                    text(ours),
                     text(time),
                     text(memory),
                     text("; ".join(error["message"] for error in rung["error"])),
@@ -108,7 +111,8 @@ def ladder_of(ladder: Json, key: str) -> Json:
             f"{key}-n",
             "The ladder: each rung keeps those before it",
             columns(
-                *("Rung", "What it does", "#Sample gap", "#Score gap", "#Closed"),
+                *("Rung", "What it does", "Side", "Changed", "dgrad, wgrad"),
+                *("#Sample gap", "#Score gap", "#Closed"),
                 *("#Tensors equal", "Ours", "Time x (learner/sampler)"),
                 *("Memory x (learner/sampler)", "Error"),
             ),

@@ -226,16 +226,34 @@ def _ratios(values: list[float | None]) -> str:
     return "/".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
+def rung_changes(rung: dict[str, Any]) -> list[str]:
+    """Side, what changed there, dgrad and wgrad, and the ops that are ours in each engine."""
+    sides = " and ".join(rung.get("sides") or []) or "-"
+    backward = rung.get("backward") or "-"
+    return [sides, "; ".join(rung.get("changes") or []) or rung["what"], backward, ours(rung)]
+
+
+def ours(rung: dict[str, Any]) -> str:
+    """The ops of the rung's engines that are ours, by engine where the engines differ."""
+    found = {side["engine"]: ", ".join(side.get("replaced", [])) for side in rung["ops"]}
+    if len(set(found.values())) <= 1:
+        return next(iter(found.values()), "") or "none"
+    return "; ".join(f"{engine}: {ops or 'none'}" for engine, ops in found.items())
+
+
 def last_native(ladder: list[dict[str, Any]]) -> str:
     """The last rung that puts no op of ours into the engines, and what the end of the ladder is."""
-    settings = [rung for rung in ladder if not rung["kernels"]]
-    gap = (settings[-1]["logprob"] or {}).get("score") or {}
+    first = next((i for i, rung in enumerate(ladder) if rung["kernels"]), len(ladder))
+    settings = ladder[first - 1]
+    gap = (settings["logprob"] or {}).get("score") or {}
     end = ladder[-1]
     equal = end["sites"] and end["sites"]["compared"] == end["sites"]["bitwise_equal"]
     reached = "bitwise equal at every compared tensor" if equal else "not bitwise equal"
+    stand_ins = ours(ladder[0])
+    note = "" if stand_ins == "none" else f"; ours in every rung: {stand_ins}"
     return (
-        f"settings only, no op of ours: {settings[-1]['rung']} "
-        f"(score |dlogp| {number(gap.get('mean_abs'))}); end: {end['rung']}, {reached}"
+        f"settings only, native ops: {settings['rung']} "
+        f"(score |dlogp| {number(gap.get('mean_abs'))}); end: {end['rung']}, {reached}{note}"
     )
 
 

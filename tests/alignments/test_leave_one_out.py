@@ -6,18 +6,40 @@ from pathlib import Path
 import pytest
 from command import minite
 
-from minite_diag.align.leave_one_out import expected_causes
+from minite_diag.align.leave_one_out import _row, expected_causes
 from minite_diag.alignments.base import known_alignments
-
-NAMES = ("nvfp4-linear", "norm", "rope", "attention", "activation", "router", "experts")
 
 
 def test_every_op_has_the_cause_that_leaving_it_out_brings_back() -> None:
     expected = {name: expected_causes(name) for name, a in known_alignments().items() if a.kernels}
-    assert expected["nvfp4-linear"] is None
+    nvfp4 = {"nvfp4-linear", "nvfp4-moe"}
+    assert all(expected[name] is None for name in nvfp4)
     assert expected["norm"] == {"MD201"}
     assert expected["logprobs"] == {"MD210"}
-    assert all(codes for name, codes in expected.items() if name != "nvfp4-linear")
+    assert all(codes for name, codes in expected.items() if name not in nvfp4)
+
+
+def summary_without(site: str | None, *codes: str) -> dict:
+    """A measured run whose first divergence is at `site`; None: bitwise equal."""
+    equal = 9 if site is None else 5
+    pair = {
+        "causes": [{"code": code, "where": "", "text": ""} for code in codes],
+        "logprob": {"score": {"tokens": 4, "equal": 4 if site is None else 1, "mean_abs": 0.1}},
+        "sites": {"compared": 9, "bitwise_equal": equal},
+        "first_divergence": None if site is None else {"site": site, "kind": "act_codes"},
+    }
+    return {"pairs": [pair], "run": "r", "verdict": "measured"}
+
+
+def test_dense_linears_and_experts_are_told_apart() -> None:
+    expert, dense = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj"
+    for name, site, other in (("nvfp4-moe", expert, dense), ("nvfp4-linear", dense, expert)):
+        assert _row(name, summary_without(site, "MD101", "MD601"))["attributed"] is True
+        assert _row(name, summary_without(other, "MD101"))["attributed"] is False
+        assert _row(name, summary_without(site, "MD201"))["attributed"] is False
+        assert _row(name, summary_without(site))["attributed"] is False
+        # Recipes that differ without a bit that does: nothing came back.
+        assert _row(name, summary_without(None, "MD101"))["attributed"] is None
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,14 @@ from minite_diag.trace.store import Trace
 ALL = [
     "weights",
     "pow2-scale",
-    "nvfp4-linear",
     "norm",
     "rope",
     "attention",
     "activation",
     "router",
     "experts",
+    "nvfp4-linear",
+    "nvfp4-moe",
     "lm-head",
     "logprobs",
 ]

@@ -30,13 +30,14 @@ TE_SAMPLER: Final = ("--sampler", "te:impl=emu", "--modes", "score")
 LADDER: Final = (
     "weights",
     "pow2-scale",
-    "nvfp4-linear",
     "norm",
     "rope",
     "attention",
     "activation",
     "router",
     "experts",
+    "nvfp4-linear",
+    "nvfp4-moe",
     "lm-head",
     "logprobs",
 )
@@ -185,7 +186,9 @@ def demo(aligned: list[str]) -> list[Step]:
 def _dense(aligned: list[str]) -> list[str]:
     """Without the alignments that need experts."""
     pairs = zip(aligned[::2], aligned[1::2], strict=True)
-    return [word for pair in pairs if pair[1] not in ("router", "experts") for word in pair]
+    return [
+        word for pair in pairs if pair[1] not in ("router", "experts", "nvfp4-moe") for word in pair
+    ]
 
 
 def _te(impl: str) -> tuple[str, str]:

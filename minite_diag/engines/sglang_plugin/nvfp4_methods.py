@@ -35,23 +35,26 @@ DECODE: Final = "weight_global_decode_scale"
 ENCODE: Final = "weight_global_encode_scale"
 
 
-def register(recipe_name: str) -> Recipe:
-    """Put the methods of a recipe in place, before the model is built; returns the recipe.
+def register(linear_recipe: str | None, expert_recipe: str | None) -> None:
+    """Put the methods of dense linears and of experts in place, before the model is built.
 
-    Raises EngineUnavailable for another SGLang than the one whose methods these are, and on a GPU.
+    None leaves SGLang's own. Raises EngineUnavailable for another SGLang than the one whose methods
+    these are, and on a GPU.
     """
     check_sglang("NVFP4 by minite_kernels")
-    recipe = get_recipe(recipe_name)
-    _register_modelopt(recipe)
-    _register_compressed_tensors(recipe)
-    return recipe
+    _allow_compressed_tensors()
+    if linear_recipe is not None:
+        recipe = get_recipe(linear_recipe)
+        _register_modelopt_linear(recipe)
+        _register_compressed_linear(recipe)
+    if expert_recipe is not None:
+        recipe = get_recipe(expert_recipe)
+        _register_modelopt_experts(recipe)
+        _register_compressed_experts(recipe)
 
 
-def _register_modelopt(recipe: Recipe) -> None:
-    linear, experts = (
-        f"{MODELOPT}.ModelOptFp4LinearMethod",
-        f"{MODELOPT}.ModelOptNvFp4FusedMoEMethod",
-    )
+def _register_modelopt_linear(recipe: Recipe) -> None:
+    linear = f"{MODELOPT}.ModelOptFp4LinearMethod"
 
     def load_linear(native: Any, method: Any, layer: Any) -> None:
         _without_gpu_layout(native, method, layer)
@@ -64,6 +67,13 @@ def _register_modelopt(recipe: Recipe) -> None:
             layer.input_scale_inv.detach(),
         )
         layer.minite_nvfp4 = _linear(recipe, weights, layer.alpha)
+
+    around(f"{linear}.process_weights_after_loading", load_linear)
+    replace(f"{linear}.apply", apply_linear)
+
+
+def _register_modelopt_experts(recipe: Recipe) -> None:
+    experts = f"{MODELOPT}.ModelOptNvFp4FusedMoEMethod"
 
     def load_experts(native: Any, method: Any, layer: Any) -> None:
         blocks = [layer.w13_weight_scale.data.clone(), layer.w2_weight_scale.data.clone()]
@@ -85,19 +95,24 @@ def _register_modelopt(recipe: Recipe) -> None:
         alphas = (layer.g1_alphas, layer.g1_alphas_up, layer.g2_alphas)
         layer.minite_nvfp4 = _experts(recipe, w13, w2, alphas, up_first)
 
-    around(f"{linear}.process_weights_after_loading", load_linear)
-    replace(f"{linear}.apply", apply_linear)
     around(f"{experts}.__init__", _construct_modelopt_experts)
     around(f"{experts}.process_weights_after_loading", load_experts)
     replace(f"{experts}.create_moe_runner", _keep_runner_config)
     replace(f"{experts}.apply", apply_experts)
 
 
-def _register_compressed_tensors(recipe: Recipe) -> None:
-    linear, experts = (
-        f"{SCHEMES}.CompressedTensorsW4A4Fp4",
-        f"{SCHEMES}_moe.CompressedTensorsW4A4Nvfp4MoE",
+def _allow_compressed_tensors() -> None:
+    def supported(native: Any, config: Any, capability: int, error: bool = True) -> bool:
+        return capability >= 100 or bool(native(config, capability, error))
+
+    around(
+        f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig._check_scheme_supported",
+        supported,
     )
+
+
+def _register_compressed_linear(recipe: Recipe) -> None:
+    linear = f"{SCHEMES}.CompressedTensorsW4A4Fp4"
 
     def load_linear(native: Any, scheme: Any, layer: Any) -> None:
         blocks = layer.weight_scale.data.clone()
@@ -105,6 +120,13 @@ def _register_compressed_tensors(recipe: Recipe) -> None:
         scale, encode = layer.weight_global_scale.detach(), layer.input_global_scale.detach()
         weights = Weights(layer.weight_packed.data, blocks, ENCODE, scale, encode)
         layer.minite_nvfp4 = _linear(recipe, weights, layer.alpha)
+
+    around(f"{linear}.process_weights_after_loading", load_linear)
+    replace(f"{linear}.apply_weights", apply_linear)
+
+
+def _register_compressed_experts(recipe: Recipe) -> None:
+    experts = f"{SCHEMES}_moe.CompressedTensorsW4A4Nvfp4MoE"
 
     def load_experts(native: Any, scheme: Any, layer: Any) -> None:
         blocks = [layer.w13_weight_scale.data.clone(), layer.w2_weight_scale.data.clone()]
@@ -119,15 +141,6 @@ def _register_compressed_tensors(recipe: Recipe) -> None:
         alphas = (layer.g1_alphas, layer.g1_alphas, layer.g2_alphas)
         layer.minite_nvfp4 = _experts(recipe, w13, w2, alphas, scheme.load_up_proj_weight_first)
 
-    def supported(native: Any, config: Any, capability: int, error: bool = True) -> bool:
-        return capability >= 100 or bool(native(config, capability, error))
-
-    around(
-        f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig._check_scheme_supported",
-        supported,
-    )
-    around(f"{linear}.process_weights_after_loading", load_linear)
-    replace(f"{linear}.apply_weights", apply_linear)
     around(f"{experts}.__init__", _construct_compressed_experts)
     around(f"{experts}.process_weights_after_loading", load_experts)
     replace(f"{experts}.create_moe_runner", _keep_runner_config)

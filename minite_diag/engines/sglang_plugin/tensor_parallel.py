@@ -25,13 +25,13 @@ from minite_diag.engines.sglang_plugin.shards import ShardRecorder, shard_rules
 class Preparation:
     """What is put into SGLang before the model exists, the same in every rank."""
 
-    nvfp4_recipe: str | None
+    nvfp4_recipes: tuple[str, str] | None
     align: tuple[str, ...]
 
     def apply(self) -> dict[str, list[str]]:
         """Register NVFP4 methods and alignments; op -> names of what was patched."""
-        if self.nvfp4_recipe is not None:
-            nvfp4_methods.register(self.nvfp4_recipe)
+        if self.nvfp4_recipes is not None:
+            nvfp4_methods.register(*self.nvfp4_recipes)
         return apply_replacements("sglang", self.align, None)
 
 

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from minite_diag.engines.vllm_plugin import nvfp4_cpu
 from minite_diag.engines.vllm_plugin.nvfp4_cpu import ExpertWeights
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, stored_operand
 from minite_kernels.nvfp4.quantize import quantize
-from minite_kernels.nvfp4.recipe import Recipe
+from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
 
 MODELLED_RECIPES: Final = (
@@ -28,6 +29,18 @@ MODELLED_RECIPES: Final = (
 
 ALIGNED_RECIPES: Final = ("pow2-row-scaled", "te-row-scaled")
 """Recipes that take each token's own amax; the checkpoint's static scale is not used."""
+
+
+def register_linears(recipe: str) -> str:
+    """Put a recipe into vLLM's NVFP4 linears, on any device; returns the kernel's name."""
+    kernel = linear_kernel_class(get_recipe(recipe))
+    nvfp4_cpu.register_linear(kernel)
+    return kernel.__qualname__
+
+
+def register_experts(recipe: str) -> None:
+    """Put a recipe into vLLM's NVFP4 experts (its EMULATION backend), on any device."""
+    nvfp4_cpu.register_experts(ModelledExperts(get_recipe(recipe)))
 
 
 def quantize_activation(
