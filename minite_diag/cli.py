@@ -478,21 +478,43 @@ def export(
 def import_(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(help="JSONL: token_ids, learner_logprobs, sampler_logprobs a line.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="New run directory.")],
+        Path | None,
+        typer.Argument(help="JSONL with both sides: token_ids, learner_, sampler_logprobs a line."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="New run directory.")] = None,
+    learner: Annotated[
+        Path | None, typer.Option(help="Folder of tensors that the learner dumped.")
+    ] = None,
+    sampler: Annotated[
+        list[Path] | None, typer.Option(help="Folder of tensors that a sampler dumped; repeat.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run whose other engines are kept; it isn't changed.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder: head counts of fused modules.")
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="logprobs-jsonl, sharded, te-dumps or sglang-dumper; default: looked up."
+        ),
+    ] = None,
     gate: Annotated[str | None, typer.Option(help="Judge it by this profile.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result on stdout.")] = False,
 ) -> None:
-    """Make a run of log-probabilities that a training run logged: compare, report, gate them."""
+    """Make a run of traces from outside: logged log-probabilities, or folders of dumped tensors."""
     with reporting_errors(as_json):
         from minite_diag.compare_command import CompareFlow
-        from minite_diag.external.logprobs_jsonl import import_logprobs
+        from minite_diag.external.run import ImportRequest, import_traces
 
-        import_logprobs(file, out)
+        if out is None:
+            raise UsageError("no folder for the run", "add --out RUN")
+        request = ImportRequest(file, learner, tuple(sampler or ()), run, model, format)
+        asked = _gate_request(context, gate)
+        import_traces(request, out, say)
         flow = CompareFlow(console(), progress=shows_progress())
-        summary = flow.conclude(out, gate=_gate_request(context, gate), attribute=True)
-        _emit(summary, as_json)
+        _emit(flow.conclude(out, gate=asked, attribute=True), as_json)
 
 
 @command(app)

@@ -75,6 +75,8 @@ def _merged(findings: list[Finding]) -> list[Finding]:
 def config_findings(plan: Plan, learner: Side, sampler: Side) -> Iterator[Finding]:
     """MD307: the two checkpoints' config.json differ in a key that changes what is computed."""
     mine, theirs = (_config(plan, side) for side in (learner, sampler))
+    if not mine or not theirs:
+        return  # an engine without a checkpoint, or an imported side
     keys = sorted((mine.keys() | theirs.keys()) - INERT_KEYS)
     different = {k: (mine.get(k), theirs.get(k)) for k in keys if mine.get(k) != theirs.get(k)}
     if different:

@@ -16,7 +16,6 @@ side is in no figure, and nothing is guessed: a list of another length is an err
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ from typing import Any, Final
 from minite_diag import __version__
 from minite_diag.engines.base import ScoredTokens, TokenSequence
 from minite_diag.errors import UsageError
+from minite_diag.external.sequences import read_logprobs, read_prompt_length, read_token_ids
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, write_plan
 from minite_diag.probe import Probe
 
 ENGINE: Final = "external"
 SIDES: Final = ("learner", "sampler")
-MIN_TOKENS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -72,56 +71,21 @@ def _parse(where: str, number: int, line: str) -> Sequence:
         raise UsageError(f"{where}: not JSON ({error.msg})", "one object a line") from error
     if not isinstance(record, dict):
         raise UsageError(f"{where}: not a JSON object", "one object a line")
-    ids = _ids(where, record, "token_ids")
-    prompt = record.get("prompt_length", 0)
-    if type(prompt) is not int or not 0 <= prompt < len(ids):
-        raise UsageError(
-            f"{where}: prompt_length {prompt!r} of {len(ids)} tokens", "response tokens must follow"
-        )
-    own = _ids(where, record, "learner_token_ids") if "learner_token_ids" in record else ids
+    ids = read_token_ids(where, record)
+    prompt = read_prompt_length(where, record, len(ids))
+    own = ids
+    if "learner_token_ids" in record:
+        own = read_token_ids(where, record, "learner_token_ids")
     if len(own) != len(ids):
         raise UsageError(
             f"{where}: learner_token_ids has {len(own)} tokens, token_ids {len(ids)}",
             "send the sampler's ids to the learner: retokenized text can't be compared",
         )
-    logprobs = {side: _logprobs(where, record, side, len(ids), prompt) for side in SIDES}
+    logprobs = {
+        side: read_logprobs(where, record, f"{side}_logprobs", len(ids), prompt) for side in SIDES
+    }
     name = str(record.get("id", f"line-{number}"))
     return Sequence(name, {"learner": own, "sampler": ids}, prompt, logprobs)
-
-
-def _ids(where: str, record: dict[str, Any], key: str) -> tuple[int, ...]:
-    ids = record.get(key)
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-        raise UsageError(f"{where}: {key} is not a list of token ids", "give integers from 0")
-    if len(ids) < MIN_TOKENS:
-        raise UsageError(f"{where}: {len(ids)} tokens", "a sequence needs at least 2")
-    return tuple(ids)
-
-
-def _logprobs(
-    where: str, record: dict[str, Any], side: str, length: int, prompt: int
-) -> tuple[float | None, ...]:
-    key = f"{side}_logprobs"
-    values = record.get(key)
-    if not isinstance(values, list) or not all(_is_logprob(v) for v in values):
-        raise UsageError(
-            f"{where}: {key} is not a list of numbers or null", "give one for each token"
-        )
-    if len(values) not in (length, length - prompt):
-        raise UsageError(
-            f"{where}: {key} has {len(values)} values for {length} tokens "
-            f"({length - prompt} after the prompt)",
-            "give one for each token, or for each token of the response",
-        )
-    padded: list[float | None] = [*([None] * (length - len(values))), *values]
-    # The first token of a sequence has no log-probability, whatever a tool wrote there.
-    return (None, *(None if v is None else float(v) for v in padded[1:]))
-
-
-def _is_logprob(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def import_logprobs(file: Path, run: Path) -> Plan:
