@@ -91,6 +91,7 @@ def _cause(failures: dict[int, Any], count: int, logs: Callable[[int], Path]) ->
     A rank whose partner is gone fails too, and often first.
     """
     killed = [r for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    over = [rank for rank, f in failures.items() if f.exitcode != -signal.SIGTERM]
     told = {rank: _record(failure) for rank, failure in failures.items()}
     causes = {rank: record for rank, record in told.items() if record and not record["lost_peer"]}
     if killed:
@@ -109,7 +110,7 @@ def _cause(failures: dict[int, Any], count: int, logs: Callable[[int], Path]) ->
             return {"kind": record["kind"], "message": message, "hint": hint}
         hint = f"{hint}; " if hint else ""
     else:
-        rank = min(failures)
+        rank = min(over or failures)
         message, hint = f"rank {rank} of {count} died (exit {failures[rank].exitcode})", ""
     return {"kind": "Rank", "message": message, "hint": f"{hint}read {logs(rank)}"}
 

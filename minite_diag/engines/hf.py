@@ -22,7 +22,7 @@ from packaging.version import Version
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from minite_diag.alignments.base import apply_replacements, with_replaced
+from minite_diag.alignments.base import application, apply_replacements, with_replaced
 from minite_diag.capture.hooks import attach, pass_on, substitute
 from minite_diag.capture.interventions import IntervenedRecorder
 from minite_diag.capture.recorder import Recorder
@@ -91,6 +91,8 @@ class HfEngine(Engine):
             () if Version(version) in known else ((text, f"pip install 'transformers{known}'"),)
         )
         device = _device_name(torch.device(_default_device()))
+        if torch.cuda.device_count() > 1 and cls.options >= PLACEMENT_OPTIONS:
+            device = f"{torch.cuda.device_count()} x {device}"
         return Diagnosis(cls.label, version, device, problems=problems)
 
     def load(self, spec: EngineSpec, plan: Plan) -> EngineInfo:
@@ -110,13 +112,15 @@ class HfEngine(Engine):
         self.model = self._load_model(Path(spec.checkpoint))
         self.patched = apply_replacements(self.name, spec.align, self.model)
         self.attention = str(self.model.config._attn_implementation)
+        if self.parallel:
+            self.parallel.watch(self.model)
         return EngineInfo(
             label=self.label,
             version=importlib.metadata.version("transformers"),
             device=_device_name(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             layout=Layout(_expert_parts(self.model)),
-            evidence=with_replaced(map(self._with_placement, self.evidence()), self.patched),
+            evidence=with_replaced(self._placed_evidence(), self.patched),
             invisible=self.invisible(),
             settings={
                 "attention": str(self.model.config._attn_implementation),
@@ -129,6 +133,15 @@ class HfEngine(Engine):
 
     def _place(self, spec: EngineSpec) -> None:
         """Choose the devices, before anything is loaded."""
+        given = sorted(PLACEMENT_OPTIONS & set(spec.options))
+        for name in spec.align if given else ():
+            found = application(name, self.name)
+            if found is not None and found.replacements:
+                raise UsageError(
+                    f"{self.name}: alignment {name!r} replaces modules whose weights "
+                    f"{given[0]} puts on several devices",
+                    "leave one of them out",
+                )
         if "parallel" in spec.options and hf_device_map.OPTIONS & set(spec.options):
             raise UsageError(
                 f"engine {self.name!r} takes one of parallel and device_map", "leave one out"
@@ -139,10 +152,14 @@ class HfEngine(Engine):
         elif hf_device_map.OPTIONS & set(spec.options):
             self.device_map = hf_device_map.DeviceMap(spec)
 
-    def _with_placement(self, evidence: Evidence) -> Evidence:
-        note = self.parallel.note(self.model, evidence.op) if self.parallel else ""
-        notes = "; ".join(filter(None, (evidence.note, note)))
-        return dataclasses.replace(evidence, note=notes)
+    def _placed_evidence(self) -> Iterator[Evidence]:
+        """With what the ranks do in each op."""
+        for item in self.evidence():
+            note = self.parallel.note(self.model, item.op) if self.parallel else ""
+            notes = "; ".join(filter(None, (item.note, note)))
+            yield dataclasses.replace(item, note=notes)
+        if self.parallel:
+            yield self.parallel.evidence()
 
     def _load_model(self, folder: Path) -> Any:
         transformers = _import_transformers(self.name)

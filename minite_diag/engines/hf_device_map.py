@@ -98,7 +98,7 @@ def describe(model: Any) -> str:
     """Runs of modules with one place: `model.embed_tokens..model.layers.3: cuda:0`."""
     runs: list[list[str]] = []
     for name, module in _placed(model):
-        place = _place(module, str(model.hf_device_map.get(name, "")))
+        place = _place(module, str(_map_of(model)[name]))
         if runs and runs[-1][2] == place:
             runs[-1][1] = name
         else:
@@ -111,13 +111,18 @@ def describe(model: Any) -> str:
 
 def _placed(model: Any) -> list[tuple[str, nn.Module]]:
     """The modules that accelerate placed, in the model's order."""
-    return [(n, m) for n, m in model.named_modules() if n in model.hf_device_map]
+    return [(n, m) for n, m in model.named_modules() if n in _map_of(model)]
+
+
+def _map_of(model: Any) -> dict[str, Any]:
+    """Module -> place, as dispatched; a model on one device isn't."""
+    return getattr(model, "hf_device_map", None) or {"": model.device}
 
 
 def _place(module: nn.Module, stored: str) -> str:
-    parameters = list(module.parameters())
-    held = sorted({str(p.device) for p in parameters} - {"meta"})
-    if not any(p.is_meta for p in parameters):
+    tensors = [*module.parameters(), *module.buffers()]
+    held = sorted({str(tensor.device) for tensor in tensors} - {"meta"})
+    if not any(tensor.is_meta for tensor in tensors):
         return ", ".join(held)
     return f"{stored}, computes on {_computes_on(module)}"
 

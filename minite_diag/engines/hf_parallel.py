@@ -19,10 +19,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minite_diag.capture import ranks
 from minite_diag.capture.recorder import Recorder
 from minite_diag.capture.shards import Rules, Shard, gather_into
+from minite_diag.engines.base import Evidence
 from minite_diag.errors import EngineError, EngineUnavailable, UsageError
 from minite_diag.plan import EngineSpec, Plan
 
@@ -68,13 +70,7 @@ class Parallel:
                 f"hf: world_size={self.count}, but {torch.cuda.device_count()} GPUs are here",
                 "a smaller world_size, or device=cpu",
             )
-        if self.form != "tp":
-            return
-        if spec.align:
-            raise UsageError(
-                "hf: alignments replace the modules that parallel=tp splits", "use parallel=fsdp2"
-            )
-        if device.type == "cpu" and torch.cuda.is_available():
+        if self.form == "tp" and device.type == "cpu" and torch.cuda.is_available():
             raise UsageError(
                 "hf: transformers puts the ranks of parallel=tp on the GPUs", "leave device=cpu out"
             )
@@ -122,6 +118,19 @@ class Parallel:
             rules = shard_rules(model)
             gather_into(recorder, rules, dist.group.WORLD, engine="hf", option="parallel=tp")
 
+    def watch(self, model: Any) -> None:
+        """Run one token, to see which collectives a forward has."""
+        seen = _Collectives()
+        with torch.inference_mode(), seen:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        self.seen = seen.counts
+
+    @property
+    def collectives(self) -> str:
+        """The collectives of one forward, counted as they ran."""
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(self.seen.items()))
+        return f"{self.backend}: {counts or 'none'} in a forward"
+
     def settings(self, model: nn.Module) -> dict[str, str]:
         """What runs where, read back from the process group and the parameters."""
         found: list[Any] = [None] * self.count
@@ -131,7 +140,7 @@ class Parallel:
         return {
             "parallel": self.form_read_back(model),
             "world_size": str(dist.get_world_size()),
-            "collectives": self.backend,
+            "collectives": self.collectives,
             "devices": "; ".join(found),
             "placements": describe(model),
         }
@@ -148,14 +157,14 @@ class Parallel:
 
     @property
     def backend(self) -> str:
-        """What carries the collectives of the forward."""
+        """The backend of this device's collectives."""
         by_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
         return by_device[self.device.type]
 
     def note(self, model: nn.Module, op: str) -> str:
         """What the ranks do in one op, for its evidence."""
         if self.form == "fsdp2":
-            return f"weights gathered from {self.count} ranks over {self.backend}"
+            return ""
         wanted = {"linear": ".weight", "experts": "_proj", "lm_head": "lm_head.weight"}.get(op)
         if wanted is None:
             return ""
@@ -166,8 +175,29 @@ class Parallel:
             if is_op and name.endswith(wanted) and hasattr(parameter, "placements"):
                 kinds[_way(parameter)] += 1
         parts = [f"{count} by {way}" for way, count in sorted(kinds.items())]
-        reduce = f"; rows summed by all_reduce over {self.backend}" if "rows" in kinds else ""
-        return f"{self.count} ranks: {', '.join(parts)}{reduce}" if parts else ""
+        return f"split over {self.count} ranks: {', '.join(parts)}" if parts else ""
+
+    def evidence(self) -> Evidence:
+        """Who moves and adds what the ranks hold."""
+        note = f"{self.form}, {self.count} ranks; {self.collectives}"
+        return Evidence("collectives", "native", f"torch.distributed {self.backend}", note)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count and run."""
+        # Waiting and wrapping move nothing.
+        if "c10d" in func.namespace and not func._opname.startswith(("wait", "_wrap")):
+            self.counts[func._opname.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def decoder_layers(model: Any) -> Iterator[nn.Module]:

@@ -60,6 +60,17 @@ RUN_ELSEWHERE = {
     "--model demo-moe": (
         "tests/main_job/test_documented_forms.py::test_row_scaled_activations_of_the_experts_alone"
     ),
+    "minite-diag compare --learner hf:parallel=fsdp2,world_size=8 "
+    "--sampler vllm:tensor_parallel_size=8 --model path/to/hf-folder": (
+        "tests/engines/test_hf_ranks.py::test_the_bits_are_those_of_one_process"
+    ),
+    "minite-diag compare --learner hf:parallel=tp,world_size=8 "
+    "--sampler vllm:tensor_parallel_size=8 --model path/to/hf-folder": (
+        "tests/engines/test_hf_ranks.py::test_fp32_ranks_agree"
+    ),
+    "minite-diag compare --learner hf:device_map=auto --sampler vllm --model path/to/hf-folder": (
+        "tests/engines/test_hf_ranks.py::test_the_bits_are_those_of_one_process"
+    ),
     "minite-diag attribute runs/demo --live --budget 200": (
         "tests/main_job/test_attribute_command.py::"
         "test_live_attribution_reaches_the_summary_and_the_report"

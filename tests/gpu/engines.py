@@ -123,6 +123,7 @@ def steps() -> list[Step]:
         *legs,
         *large,
         *demo(aligned),
+        *several(),
         *ladder("ladder", TRITON),
         compare("aligned-flash", *_te("ref"), *flash, *aligned, "--no-attribute"),
         compare("aligned-emu", *_te("emu"), *vllm(TRITON), *aligned),
@@ -180,6 +181,31 @@ def demo(aligned: list[str]) -> list[Step]:
     return [
         dataclasses.replace(step, after=after, threads=4)
         for step, after in zip(found, waits, strict=True)
+    ]
+
+
+def several() -> list[Step]:
+    """One model on two GPUs against one: FSDP2, tensor parallel, layers spread, vLLM's ranks."""
+    two = "world_size=2"
+    one = ("--quantize", "none", "--learner", "hf")
+    wide = ("--quantize", "none", "--learner", "hf:dtype=float32", "--no-attribute")
+    ranks = "tensor_parallel_size=2"
+    emulation = "nvfp4_recipe=vllm-emulation"
+    score = ("--modes", "score", "--no-attribute")
+    return [
+        compare("hf-fsdp2", *one, "--sampler", f"hf:parallel=fsdp2,{two}"),
+        compare("hf-tp", *one, "--sampler", f"hf:parallel=tp,{two}"),
+        compare("hf-tp-fp32", *wide, "--sampler", f"hf:parallel=tp,{two},dtype=float32"),
+        # demo-moe has 3.8 MB: small bounds spread it.
+        compare("hf-device-map", *one, "--sampler", "hf:max_memory=0:3MiB/1:3MiB"),
+        compare("hf-offload", *one, "--sampler", "hf:max_memory=0:2MiB/cpu:2MiB", *score),
+        compare("vllm-tp", *one, *vllm(), *vllm(ranks)),
+        compare("vllm-tp-marlin", *_te("ref"), *vllm(), *vllm(ranks), *score),
+        compare(
+            "vllm-tp-emulation", *_te("ref"), *vllm(emulation), *vllm(emulation, ranks), *score
+        ),
+        billion("fsdp2", *one, "--sampler", f"hf:parallel=fsdp2,{two}", "--modes", "score"),
+        billion("tp", *one, "--sampler", f"hf:parallel=tp,{two}", *vllm(ranks)),
     ]
 
 
