@@ -182,6 +182,13 @@ def check_device(engine: str, names: Sequence[str], device: str) -> None:
             )
 
 
+def bundled_ops(engine: str, names: Sequence[str]) -> set[str]:
+    """Ops that the named alignments replace by our functions, which note that they ran."""
+    found = [application(name, engine) or Application() for name in names]
+    pairs = [pair for how in found for pair in how.replacements]
+    return {op for op, target in pairs if target.startswith("minite_diag.")}
+
+
 def apply_replacements(
     engine: str, names: Sequence[str], model: Any, *, in_plugin: bool = False
 ) -> dict[str, list[str]]:

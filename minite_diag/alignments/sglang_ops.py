@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from minite_diag.alignments.ran import note
 from minite_diag.engines.sglang_plugin import nvfp4, nvfp4_methods
 from minite_diag.engines.sglang_plugin.plugin_hooks import around, check_sglang, replace
 from minite_diag.errors import EngineError
@@ -56,6 +57,7 @@ def align_norm(_: Any) -> Iterator[str]:
         post_residual_addition: torch.Tensor | None = None,
         quant_linear: Any = None,
     ) -> Any:
+        note("norm")
         _refuse(
             "norm",
             {
@@ -90,6 +92,7 @@ def align_rope(_: Any) -> Iterator[str]:
         plain = type(self).__name__ == "RotaryEmbedding" and self.rotary_dim == self.head_size
         if not (plain and self.is_neox_style and offsets is None):
             return native(self, positions, query, key, offsets, *args, **kwargs)
+        note("rope")
         cos, sin = rope_tables(positions.flatten(), self._compute_inv_freq(self.base))
 
         def turn(x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +126,7 @@ def align_attention(_: Any) -> Iterator[str]:
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
+        note("attention")
         _refuse(
             "attention",
             {
@@ -171,6 +175,7 @@ def align_activation(_: Any) -> Iterator[str]:
     check_sglang("the alignment activation")
 
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        note("activation")
         return silu_mul(x)
 
     yield replace(f"{LAYERS}.activation.SiluAndMul.forward_native", forward)
@@ -188,6 +193,7 @@ def align_router(_: Any) -> Iterator[str]:
         correction_bias: torch.Tensor | None = None,
         scoring_func: str = "softmax",
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        note("router")
         _refuse(
             "router",
             {
@@ -216,6 +222,7 @@ def align_lm_head(_: Any) -> Iterator[str]:
     def multiply(
         self: Any, hidden_states: torch.Tensor, lm_head: Any, *_: Any, **__: Any
     ) -> torch.Tensor:
+        note("lm_head")
         _refuse(
             "lm-head",
             {
@@ -238,6 +245,7 @@ def align_logprobs(_: Any) -> Iterator[str]:
     def normalizer(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # SGLang subtracts the two from a logit, in this order: the bits of log_softmax, whose value
         # at the largest logit is the negated logarithm of the sum.
+        note("logprobs")
         row_max, at = logits.float().max(dim=-1)
         return row_max, -log_softmax(logits).gather(-1, at[:, None])[:, 0]
 
@@ -260,6 +268,7 @@ def align_logprobs(_: Any) -> Iterator[str]:
         if logits is not None:
             if not sampling_info.is_all_greedy:
                 logits = logits / sampling_info.temperatures
+            note("logprobs")
             self.output_logprob_processor.compute_logprobs(
                 log_softmax(logits), top_logprobs_nums, token_ids_logprobs, tokens
             ).write_output_to(logits_output)

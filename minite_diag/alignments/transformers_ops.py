@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineError
 from minite_kernels.invariant.attention import paged_attention
 from minite_kernels.invariant.matmul import PreparedWeight, matmul
@@ -34,6 +35,7 @@ class AlignedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
+        note("norm")
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
@@ -82,6 +84,7 @@ def _apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q, k [B, H, T, D]; cos, sin [B, T, D/2]."""
+    note("rope")
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
@@ -125,6 +128,7 @@ def aligned_attention(
     A batch has to be padded on the right: real tokens then never see padding, and a padded row's
     result is nobody's. Each sequence gets the bits that it has alone.
     """
+    note("attention")
     batch, tokens, dim = query.shape[0], query.shape[2], query.shape[3]
     if attention_mask is not None and not _is_right_padded(attention_mask):
         raise EngineError(
@@ -158,6 +162,7 @@ class AlignedSiLU(nn.Module):
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
         """[..., I] -> [..., I]."""
+        note("activation")
         return silu_mul(torch.cat((gate, torch.ones_like(gate)), -1))
 
 
@@ -198,6 +203,7 @@ class _Router:
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> logits [T, E], weights FP32 [T, k], ids [T, k]."""
+        note("router")
         module = self.module
         rows = hidden_states.reshape(-1, module.hidden_dim)
         if rows.device.type == "cuda":
@@ -226,6 +232,7 @@ class AlignedHead(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., V]."""
+        note("lm_head")
         return matmul(hidden_states, self._prepared)
 
 
@@ -240,5 +247,9 @@ def align_logprobs(model: Any) -> Iterator[str]:
     from minite_diag.engines import hf
     from minite_kernels.invariant.log_softmax import log_softmax
 
-    setattr(hf, "log_softmax", log_softmax)  # noqa: B010  a module is patched by name
+    def compute(logits: torch.Tensor) -> torch.Tensor:
+        note("logprobs")
+        return log_softmax(logits)
+
+    setattr(hf, "log_softmax", compute)  # noqa: B010  a module is patched by name
     yield "minite_diag.engines.hf.log_softmax"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineError
 from minite_kernels.invariant.attention import paged_attention
 
@@ -51,6 +52,7 @@ class AlignedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         """Fill `output` [T, H * D or H, D]; profiling runs have no metadata."""
         if attn_metadata is None:
             return output
+        note("attention")
         self._check(attn_metadata)
         dim = self.head_size
         count = int(attn_metadata.query_start_loc[-1])

@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineError
 from minite_kernels.invariant.attention import paged_attention
 
@@ -23,6 +24,7 @@ def _attend(
     """Fill `output` [T, H * D or H, D] up to the tokens that are real."""
     if metadata is None:
         return output.fill_(0)
+    note("attention")
     _check(impl, metadata, kv_cache)
     keys, values = kv_cache.unbind(1)
     count = metadata.num_actual_tokens

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineUnavailable
 from minite_kernels.invariant.log_softmax import log_softmax
 from minite_kernels.invariant.matmul import PreparedWeight, matmul
@@ -72,6 +73,7 @@ def align_norm(_: Any) -> Iterator[str]:
 
         def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
             """As vLLM's RMSNorm."""
+            note("norm")
             weight, eps = self.weight.data, self.variance_epsilon
             if residual is None:
                 return rms_norm(x, weight, eps)
@@ -92,6 +94,7 @@ def align_rope(_: Any) -> Iterator[str]:
             self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
         ) -> Any:
             """As vLLM's RotaryEmbedding."""
+            note("rope")
             frequencies = self._frequencies(positions.device)
             cos, sin = rope_tables(positions.flatten(), frequencies)
 
@@ -141,6 +144,7 @@ def align_activation(_: Any) -> Iterator[str]:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             """As vLLM's SiluAndMul."""
+            note("activation")
             return silu_mul(x)
 
     native = moe.apply_moe_activation
@@ -151,6 +155,7 @@ def align_activation(_: Any) -> Iterator[str]:
         if activation != moe.MoEActivation.SILU:
             found: torch.Tensor = native(activation, output, input, *args, **kwargs)
             return found
+        note("activation")
         return output.copy_(silu_mul(input))
 
     _patch(moe, "apply_moe_activation", apply)
@@ -170,6 +175,7 @@ def align_router(_: Any) -> Iterator[str]:
         indices_type: torch.dtype | None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        note("router")
         weights, ids = route_logits(router_logits, self.top_k, renormalize=self.renormalize)
         return weights, ids.to(indices_type or torch.int32)
 
@@ -218,7 +224,7 @@ def align_experts(_: Any) -> Iterator[str]:
 def align_lm_head(_: Any) -> Iterator[str]:
     """The linear methods of lm_head; the weight stays as loaded.
 
-    A quantized checkpoint gives lm_head the method of linears in vLLM 0.23.
+    A quantized checkpoint gives lm_head the method of linears, on CPU and on CUDA.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -229,6 +235,7 @@ def align_lm_head(_: Any) -> Iterator[str]:
     prepared: dict[int, PreparedWeight] = {}
 
     def product(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        note("lm_head")
         weight = layer.weight.detach()
         if weight.data_ptr() not in prepared:
             prepared[weight.data_ptr()] = PreparedWeight(weight)
@@ -242,7 +249,14 @@ def align_lm_head(_: Any) -> Iterator[str]:
     def keep_as_loaded(_: Any, layer: Any) -> None:
         """Nothing is repacked."""
 
-    native = UnquantizedLinearMethod.apply
+    native, repack = (
+        UnquantizedLinearMethod.apply,
+        UnquantizedLinearMethod.process_weights_after_loading,
+    )
+
+    def keep_head_as_loaded(self: Any, layer: Any) -> None:
+        if not isinstance(layer, ParallelLMHead):
+            repack(self, layer)
 
     def apply_linear(
         self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -255,14 +269,18 @@ def align_lm_head(_: Any) -> Iterator[str]:
     _patch(UnquantizedEmbeddingMethod, "apply", apply)
     _patch(UnquantizedEmbeddingMethod, "process_weights_after_loading", keep_as_loaded)
     yield f"{UnquantizedEmbeddingMethod.__module__}.UnquantizedEmbeddingMethod.apply"
-    if not _on_cpu():
-        _patch(UnquantizedLinearMethod, "apply", apply_linear)
-        yield f"{UnquantizedLinearMethod.__module__}.UnquantizedLinearMethod.apply (lm_head)"
+    _patch(UnquantizedLinearMethod, "apply", apply_linear)
+    _patch(UnquantizedLinearMethod, "process_weights_after_loading", keep_head_as_loaded)
+    yield f"{UnquantizedLinearMethod.__module__}.UnquantizedLinearMethod.apply (lm_head)"
 
 
 def align_logprobs(_: Any) -> Iterator[str]:
     """The sampler's log-softmax."""
     from vllm.v1.sample.sampler import Sampler
 
-    _patch(Sampler, "compute_logprobs", staticmethod(log_softmax))
+    def compute(logits: torch.Tensor) -> torch.Tensor:
+        note("logprobs")
+        return log_softmax(logits)
+
+    _patch(Sampler, "compute_logprobs", staticmethod(compute))
     yield f"{Sampler.__module__}.Sampler.compute_logprobs"

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from minite_diag import __version__
-from minite_diag.alignments.base import apply_environment, check_device
+from minite_diag.alignments.base import apply_environment, bundled_ops, check_device
+from minite_diag.alignments.ran import never_ran
 from minite_diag.capture import ranks
 from minite_diag.capture.environment import (
     bit_changing_environment,
@@ -153,11 +154,23 @@ class Capture:
         self.work(engine)
         self.writer.close()
         self.record["silent_hooks"] = self.recorder.silent
+        if self.recorder.calls:
+            self._correct_evidence(engine)
         self.record["calls"] = self.recorder.calls
         status = "truncated" if self.recorder.truncated else "ok"
         engine.close()
         self.finish(status)
         return status
+
+    def _correct_evidence(self, engine: Engine) -> None:
+        """A patch that nothing called replaced nothing: the op's evidence and a warning say so."""
+        ours = bundled_ops(self.spec.engine, self.spec.align)
+        idle = never_ran(op for op in engine.patched if op in ours)
+        for item in self.record["evidence"]:
+            if item["op"] in idle and item["status"] == "replaced":
+                note = f"patched ({item['note']}), but the patch was never called"
+                item.update(status="native", impl="the engine's own", note=note)
+        self.record["silent_hooks"] += [f"alignment of {op}: never called" for op in idle]
 
 
 def _describe(info: EngineInfo) -> dict[str, Any]:

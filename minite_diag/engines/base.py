@@ -10,8 +10,9 @@ To add an engine: subclass Engine, name it "module:Class" under the entry-point 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from minite_diag.errors import EngineUnavailable
@@ -122,6 +123,8 @@ class Engine(ABC):
     production_options: ClassVar[dict[str, str]] = {}
     """Options that give the settings of a service, where a capture needs others (no compilation,
     no graphs). An engine loaded with them can't be observed."""
+    patched: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """Op -> names of what the alignments patched, once the engine is loaded."""
 
     @classmethod
     def diagnose(cls) -> Diagnosis:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from minite_diag.alignments.ran import note
 from minite_diag.capture.hooks import pass_on
 from minite_diag.capture.recorder import Recorder
 from minite_diag.checkpoints import fused_group
@@ -416,6 +417,7 @@ class TeRefExperts(nn.Module):
                 else:
                     out_TH.index_add_(0, tokens, (y * weight).to(out_TH.dtype))
         if self.combine_in_slot_order:
+            note("experts")
             out_TH = combine_slots(slots_TKH).to(hidden_states.dtype)
         return self._pass_on(self.name, "output", out_TH, None)
 

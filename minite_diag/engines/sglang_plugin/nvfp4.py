@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import torch
 
+from minite_diag.alignments.ran import note
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm
+from minite_kernels.nvfp4.grouped_gemm import combine_slots
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.recipe import Recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -176,7 +178,5 @@ def combine(slots_TKH: torch.Tensor) -> torch.Tensor:
     """Sum the weighted slots in FP32 [T, k, H] -> [T, H]."""
     if not COMBINE_IN_SLOT_ORDER:
         return slots_TKH.sum(dim=1)
-    total_TH = slots_TKH[:, 0]
-    for slot in range(1, slots_TKH.shape[1]):
-        total_TH = total_TH + slots_TKH[:, slot]
-    return total_TH
+    note("experts")
+    return combine_slots(slots_TKH)

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 
+from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineUnavailable
 from minite_kernels.nvfp4.grouped_gemm import combine_slots
 
@@ -333,6 +334,7 @@ def run_experts(
             down_RH = down_RH.float() * topk_weights_TK[rows, slots, None]
         slots_TKH[rows, slots] = down_RH.to(slot_dtype)
     if COMBINE_IN_SLOT_ORDER:
+        note("experts")
         output_TH.copy_(combine_slots(slots_TKH))
     else:
         output_TH.copy_(slots_TKH.sum(dim=1))
