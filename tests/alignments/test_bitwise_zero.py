@@ -1,5 +1,10 @@
-"""Exact equality through real vLLM: with the tool in charge, and with the plugin alone."""
+"""Exact equality through real vLLM: with the tool in charge, and with the plugin alone.
 
+The tool's run is the end of the ladder: vLLM's own NVFP4 linears on static power-of-two scales. In a
+user's own process on CPU vLLM has none, so the plugin puts ours there.
+"""
+
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -8,25 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from command import ROOT, minite
 
 from minite_diag.attribute.live import attribute_live
-from minite_diag.plan import read_plan
+from minite_diag.capture.runner import capture
+from minite_diag.checkpoints import open_checkpoint
+from minite_diag.checkpoints.input_scales import read_input_scales
+from minite_diag.plan import Plan, read_plan, write_plan
+from minite_diag.prepare import prepare, read_request
 from minite_diag.trace.store import Trace
 
-ALL = [
-    "weights",
-    "pow2-scale",
-    "norm",
-    "rope",
-    "attention",
-    "activation",
-    "router",
-    "experts",
-    "nvfp4-linear",
-    "nvfp4-moe",
-]
+OPS = ["norm", "rope", "attention", "activation", "router", "experts"]
+LADDER = ["weights", "pow2-scale", "static-scale", *OPS]
+BY_TOKEN = ["weights", "pow2-scale", *OPS, "nvfp4-linear", "nvfp4-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         "-q",
         "--gate",
         "bitwise",
-        *(f"--align={name}" for name in ALL),
+        *(f"--align={name}" for name in LADDER),
     )
     assert done.returncode == 0, done.stderr
     return run, json.loads(done.stdout)
@@ -80,11 +81,32 @@ def test_the_output_says_what_is_ours_and_what_stays_native(aligned: Any) -> Non
     ours = {"norm", "rope", "attention", "activation", "router", "experts"}
     for op in ours:
         assert learner[op] == sampler[op] == "replaced"
-    assert sampler["nvfp4_linear"] == "replaced"
-    assert learner["nvfp4_linear"] == "modelled"
-    # Equal without us: the engines' own code is kept.
+    assert learner["nvfp4_linear"] == learner["nvfp4_quantize"] == "modelled"
+    # Equal without us: the engines' own code is kept, vLLM's NVFP4 linears among it.
+    assert sampler["nvfp4_linear"] == sampler["nvfp4_quantize"] == "emulated"
     for op in ("lm_head", "logprobs"):
         assert learner[op] == sampler[op] == "native"
+
+
+def test_the_learner_quantizes_under_the_scales_that_the_sampler_loaded(aligned: Any) -> None:
+    """Codes and scales of every quantized input, byte for byte; the scales are the file's."""
+    run, _ = aligned
+    plan = read_plan(run)
+    rows = pd.read_parquet(run / "comparison.parquet")
+    for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
+        found = rows[rows["kind"] == kind]
+        assert set(found["fqn"]) == set(plan.quantized)
+        assert (found["bitwise_fraction"] == 1.0).all()
+        assert found["scale_ratio"].dropna().eq(1.0).all()
+    stored = open_checkpoint(Path(plan.samplers[0].checkpoint))
+    scales = read_input_scales(stored, plan.quantized)
+    used = {}
+    trace = Trace(run / "traces" / "learner-te")
+    for ref in trace.index:
+        if ref.kind == "act_global_decode_scale":
+            used.setdefault(ref.native, set()).add(float(trace.read(ref)))
+    assert used == {fqn: {float(scales[fqn].value)} for fqn in used}
+    assert len(used) > 100
 
 
 def test_decode_differs_from_nothing_either(aligned: Any) -> None:
@@ -130,15 +152,28 @@ def bare_vllm(checkpoint: str, prompts: list[list[int]], align: str) -> dict[str
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def learner_alone(run: Path, names: list[str]) -> tuple[Plan, Path]:
+    """The run's learner captured under other alignments, without a sampler."""
+    folder = run.with_name("by-token")
+    folder.mkdir()
+    request = dataclasses.replace(read_request(run), align=tuple(names), modes=("score",))
+    plan = prepare(request, folder, lambda _: None)
+    alone = dataclasses.replace(plan, engines=(plan.learner,))
+    write_plan(alone, folder)
+    (result,) = capture(alone, folder, lambda *_: None)
+    assert result.status == "ok", result
+    return plan, folder
+
+
 def test_the_plugin_alone_gives_the_learners_bits(aligned: Any) -> None:
     """A user's own vLLM process: nothing of ours but the installed plugin and one variable."""
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     assert "minite_diag_align" in points.names, "install the package: pip install -e ."
     run, _ = aligned
-    plan = read_plan(run)
+    plan, folder = learner_alone(run, BY_TOKEN)
     prompts = [list(probe.token_ids) for probe in plan.probes]
-    found = bare_vllm(plan.samplers[0].checkpoint, prompts, ",".join(ALL))
-    learner = Trace(run / "traces" / "learner-te").tokens
+    found = bare_vllm(plan.samplers[0].checkpoint, prompts, ",".join(BY_TOKEN))
+    learner = Trace(folder / "traces" / "learner-te").tokens
     for probe, alone, batched in zip(plan.probes, found["alone"], found["batch"], strict=True):
         rows = learner[(learner["mode"] == "score") & (learner["probe"] == probe.id)]
         expected = rows.sort_values("position")["logprob"].dropna().tolist()
