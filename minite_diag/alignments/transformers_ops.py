@@ -1,7 +1,7 @@
 """Replacements in a transformers model: each returns the names of what it patched.
 
 The ops are minite_kernels' invariant ones; vllm_ops puts the same into vLLM. Weights are shared with
-the module that is replaced, never copied or changed.
+the module that is replaced, never copied or changed, and gradients are those of the op in torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minite_diag.alignments.gradients import with_gradient
 from minite_diag.alignments.ran import note
 from minite_diag.errors import EngineError
 from minite_kernels.invariant.attention import paged_attention
@@ -36,7 +37,15 @@ class AlignedRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
         note("norm")
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return with_gradient(self._ours, self._in_torch, hidden_states, self.weight)
+
+    def _ours(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.variance_epsilon)
+
+    def _in_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return weight * wide.to(x.dtype)
 
 
 def align_norm(model: Any) -> Iterator[str]:
@@ -90,11 +99,20 @@ def _apply_rotary(
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, dim = x.shape
-    rows = x.transpose(1, 2).reshape(batch * tokens, heads, dim)
     # One row of positions serves a whole batch.
-    cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in (cos, sin))
-    turned = rope(rows, cos, sin)
-    return turned.view(batch, tokens, heads, dim).transpose(1, 2)
+    cos, sin = (table.expand(batch, -1, -1) for table in (cos, sin))
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(1, 2).reshape(batch * tokens, heads, dim)
+        turned = rope(rows, cos.flatten(0, 1), sin.flatten(0, 1))
+        return turned.view(batch, tokens, heads, dim).transpose(1, 2)
+
+    def in_torch(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.float().chunk(2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+    return with_gradient(ours, in_torch, x)
 
 
 def align_attention(model: Any) -> Iterator[str]:
@@ -135,19 +153,31 @@ def aligned_attention(
             "aligned attention takes batches that are padded on the right only",
             "set the tokenizer's padding_side to 'right', or score the sequences one by one",
         )
-    q_TBHD = query.transpose(1, 2).flatten(0, 1)
-    k_BLHD, v_BLHD = key.transpose(1, 2), value.transpose(1, 2)
+    scale = scaling if scaling is not None else dim**-0.5
     device = query.device
-    out = paged_attention(
-        q_TBHD,
-        k_BLHD,
-        v_BLHD,
-        torch.arange(batch, dtype=torch.int32, device=device)[:, None],
-        torch.arange(batch + 1, device=device) * tokens,
-        torch.full((batch,), k_BLHD.shape[1], dtype=torch.int32, device=device),
-        scale=scaling if scaling is not None else dim**-0.5,
-    )
-    return out.unflatten(0, (batch, tokens)), None
+
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        k_BLHD, v_BLHD = key.transpose(1, 2), value.transpose(1, 2)
+        out = paged_attention(
+            query.transpose(1, 2).flatten(0, 1),
+            k_BLHD,
+            v_BLHD,
+            torch.arange(batch, dtype=torch.int32, device=device)[:, None],
+            torch.arange(batch + 1, device=device) * tokens,
+            torch.full((batch,), k_BLHD.shape[1], dtype=torch.int32, device=device),
+            scale=scale,
+        )
+        return out.unflatten(0, (batch, tokens))
+
+    def in_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        length = key.shape[2]
+        seen = torch.ones(tokens, length, dtype=torch.bool, device=device).tril(length - tokens)
+        groups = query.shape[1] != key.shape[1]
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scale, enable_gqa=groups
+        ).transpose(1, 2)
+
+    return with_gradient(ours, in_torch, query, key, value), None
 
 
 def _is_right_padded(mask: torch.Tensor) -> bool:
@@ -207,11 +237,19 @@ class _Router:
         module = self.module
         rows = hidden_states.reshape(-1, module.hidden_dim)
         if rows.device.type == "cuda":
-            logits = matmul(rows, module.weight.detach())
+            logits = with_gradient(matmul, nn.functional.linear, rows, module.weight)
         else:
             logits = nn.functional.linear(rows, module.weight)
-        weights, ids = route_logits(logits, module.top_k, renormalize=module.norm_topk_prob)
-        return logits, weights, ids
+        renormalize = module.norm_topk_prob
+        chosen, ids = route_logits(logits.detach(), module.top_k, renormalize=renormalize)
+
+        def in_torch(logits: torch.Tensor) -> torch.Tensor:
+            probabilities = logits.float().softmax(-1).gather(-1, ids)
+            if not renormalize:
+                return probabilities
+            return probabilities / probabilities.sum(-1, keepdim=True)
+
+        return logits, with_gradient(lambda _: chosen, in_torch, logits), ids
 
 
 def align_experts(model: Any) -> Iterator[str]:
@@ -228,12 +266,18 @@ class AlignedHead(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.weight = module.weight
-        self._prepared = PreparedWeight(module.weight.detach())
+        self._kept = PreparedWeight(module.weight.detach())
+        self._version = self.weight._version
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., V]."""
         note("lm_head")
-        return matmul(hidden_states, self._prepared)
+        return with_gradient(self._ours, nn.functional.linear, hidden_states, self.weight)
+
+    def _ours(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Optimizers write to weights, some through .data, which no version counts.
+        fixed = torch.is_inference_mode_enabled() and self._version == self.weight._version
+        return matmul(x, self._kept if fixed else PreparedWeight(weight.detach()))
 
 
 def align_lm_head(model: Any) -> Iterator[str]:

@@ -131,3 +131,61 @@ def test_devices_are_known_ones():
         for how in alignment.engines.values():
             assert how.device in ("", "cpu", "cuda")
             assert how.versions
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """FP32, so that an aligned forward and a native one have nearly the same values."""
+    return AutoModelForCausalLM.from_pretrained(open_demo_moe().path, dtype=torch.float32).train()
+
+
+TRAINED = ["norm", "rope", "attention", "activation", "router", "lm-head"]
+
+
+def gradients(model):
+    ids = torch.arange(30, 54)[None] * 3 % 200
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return {name: p.grad.flatten().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in TRAINED), TRAINED], ids="+".join)
+def test_every_parameter_has_its_gradient_under_alignments(trained, names):
+    """The objective's gradients flow through the aligned ops: dgrad and wgrad of every linear."""
+    native = gradients(trained)
+    with aligned(trained, names):
+        found = gradients(trained)
+    assert found.keys() == native.keys()
+    for name, gradient in found.items():
+        similar = torch.nn.functional.cosine_similarity(gradient, native[name], dim=0)
+        assert similar > 0.999, name
+        assert gradient.norm() / native[name].norm() == pytest.approx(1, abs=0.01), name
+
+
+def test_alignments_touch_neither_parameters_nor_their_names(trained):
+    before = {name: (id(p), p.detach().clone()) for name, p in trained.named_parameters()}
+    keys = list(trained.state_dict())
+    with aligned(trained, TRAINED):
+        gradients(trained)
+        after = dict(trained.named_parameters())
+        assert list(trained.state_dict()) == keys
+    assert after.keys() == before.keys()
+    for name, parameter in after.items():
+        identity, bits_before = before[name]
+        assert id(parameter) == identity, name
+        assert torch.equal(parameter.detach(), bits_before), name
+
+
+def test_a_step_of_the_optimizer_reaches_the_aligned_model(trained):
+    """What an op keeps of a weight must not outlive it, however the weight was written."""
+    ids = [list(range(40, 60))]
+    head = trained.lm_head.weight
+    with aligned(trained, ["lm-head"]):
+        before = logits(trained, ids)
+        head.data.mul_(2.0)
+        with torch.no_grad():
+            doubled = trained(input_ids=torch.tensor(ids), use_cache=False).logits
+            head.mul_(0.5)
+        assert torch.equal(doubled, 2 * before)
+        assert torch.equal(logits(trained, ids), before)
