@@ -75,6 +75,13 @@ class Module:
         return "{expert}" in self.rule.native
 
 
+def output_kind(module: Module) -> str:
+    """What a module returns: a linear's output, or what it is called where it scores."""
+    if module.fqns == ("lm_head",):
+        return "logits"
+    return "router_logits" if module.fqns[0].endswith(".mlp.gate") else "output"
+
+
 class ModuleTable:
     """Rules in the order in which a layer runs them."""
 

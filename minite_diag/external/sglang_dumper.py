@@ -5,73 +5,44 @@ One file per tensor, `step=0___rank=0___dump_index=7___name=...___....pt`, with 
 (`non_intrusive__MODULE.inputs.0`, `...output`) say what each tensor is. Any program may have run
 the dumper: SGLang, or a training framework with modules of Megatron's names.
 
-Knows files and names; no engine. Invariant: a tensor gets a site only where the module's name and
+Knows names; no engine. Invariant: a tensor gets a site only where the module's name and
 the place in its inputs or outputs leave no doubt; all others are listed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from minite_diag.errors import UsageError
 from minite_diag.external.join import Rank
 from minite_diag.external.manifest import FILE, Manifest, has_manifest, read_manifest
-from minite_diag.external.modules import TABLES, HeadCounts, Module, ModuleRule, ModuleTable
-from minite_diag.external.sequences import MIN_TOKENS, Call, ExternalSequence, Token
+from minite_diag.external.modules import (
+    TABLES,
+    HeadCounts,
+    Module,
+    ModuleRule,
+    ModuleTable,
+    output_kind,
+)
+from minite_diag.external.sequences import Call
+from minite_diag.external.sglang_tokens import FIELDS, Dumped, Steps, read_steps, steps_of
 from minite_diag.external.sharded import ROWS, Held, ShardGroups
-from minite_diag.external.side import ImportedSide
-from minite_diag.external.tensor_files import is_plain_tensor, load_pt
-from minite_diag.site import KINDS
+from minite_diag.external.side import STATIC, ImportedSide
+from minite_diag.site import KINDS, STATIC_KINDS
 
 PREFIX: Final = "non_intrusive__"
+PARAMETER: Final = "param__"
 _PLACE: Final = re.compile(r"(?:(?P<module>.+)\.)?(?P<way>inputs|output)(?:\.(?P<rest>[\w.]+))?")
-_FIELDS: Final = (
-    *("input_ids", "positions", "seq_lens", "rids", "req_pool_indices"),
-    *("position_ids", "cu_seqlens_q", "cu_seqlens_kv", "qkv_format"),
-)
-"""The dumper's `core` fields: which token each row is."""
+_PROBABILITIES: Final = ("router",)
+"""Megatron's router returns probabilities, not logits."""
 _EMBEDDINGS: Final = ("embed_tokens", "word_embeddings")
 _LAYER: Final = re.compile(r"(.*\blayers\.)(\d+)$")
-
-
-@dataclass(frozen=True)
-class Dumped:
-    """One file, not read yet."""
-
-    file: Path
-    step: int
-    rank: int
-    index: int
-    name: str
-
-    def load(self) -> dict[str, Any]:
-        """`value` and `meta`; raises UsageError for a file that isn't what its name says."""
-        found = load_pt(self.file)
-        meta = found.get("meta") if isinstance(found, dict) else None
-        if not isinstance(meta, dict) or "value" not in found:
-            raise UsageError(f"{self.file} has no value and meta", "SGLang's dumper writes both")
-        stated = tuple(meta.get(k) for k in ("step", "rank", "dump_index", "name"))
-        if stated != (self.step, self.rank, self.index, self.name):
-            raise UsageError(
-                f"{self.file} holds step, rank, index and name {stated}", "the file was renamed"
-            )
-        return dict(found)
-
-    def tensor(self) -> torch.Tensor:
-        """The value; raises UsageError where it is no tensor."""
-        value = self.load()["value"]
-        if not is_plain_tensor(value):
-            raise UsageError(f"{self.file}: the value is no dense tensor", "dump a tensor")
-        return torch.Tensor.detach(value)
 
 
 def is_sglang_dump(folder: Path) -> bool:
@@ -123,10 +94,10 @@ def read_sglang_dump(folder: Path, counts: HeadCounts) -> ImportedSide:
     dumps = _list(experiments[0])
     left_out: dict[str, str] = {}
     if own is not None and own.calls:
-        sequences, calls, steps = list(own.sequences), list(own.calls), _named_steps(own, dumps)
+        steps = steps_of(list(own.calls), list(own.sequences), _named_steps(own, dumps))
     else:
-        sequences, calls, steps = _tokens(dumps, left_out)
-    manifest = _manifest(folder, own, dumps, calls)
+        steps = read_steps(dumps, left_out)
+    manifest = _manifest(folder, own, dumps, steps.calls)
     groups = ShardGroups(manifest, left_out)
     reader = _Reader(manifest, groups, steps, {dumped.name for dumped in dumps})
     for dumped in dumps:
@@ -142,8 +113,8 @@ def read_sglang_dump(folder: Path, counts: HeadCounts) -> ImportedSide:
         producer=manifest.producer or _producer(dumps[0]),
         dtype=manifest.dtype,
         counts=manifest.counts if manifest.counts.is_known else counts,
-        sequences=tuple(sequences),
-        calls=tuple(calls),
+        sequences=tuple(steps.sequences),
+        calls=tuple(steps.calls),
         tensors=groups.tensors,
         left_out=left_out,
         invisible=groups.invisible,
@@ -176,6 +147,11 @@ def _manifest(
     """What the folder says of itself, filled up with what the dumper wrote."""
     base = own or Manifest(str(folder / FILE), "sglang-dumper")
     ranks = base.ranks or tuple(_ranks(dumps))
+    if not base.calls and any(rank.data for rank in ranks):
+        raise UsageError(
+            f"{folder}: ranks of several batches wrote, and each dumped its own tokens",
+            "write sequences and calls, data rank by data rank, into a manifest.json there",
+        )
     rules = base.rules or _best_table(dumps)
     return dataclasses.replace(base, ranks=ranks, rules=rules, calls=tuple(calls))
 
@@ -233,190 +209,11 @@ def _place(name: str) -> tuple[str, str, str] | None:
     return (match["module"] or "", match["way"], match["rest"] or "") if match else None
 
 
-@dataclass
-class _Growing:
-    """A request's tokens while the steps are read."""
-
-    id: str
-    token_ids: list[int] = field(default_factory=list)
-    decoded_from: int | None = None
-
-
-def _tokens(
-    dumps: list[Dumped], left_out: dict[str, str]
-) -> tuple[list[ExternalSequence], list[Call], dict[int, int]]:
-    """Sequences and calls from the `core` fields of rank 0 (of every data rank, if several)."""
-    by_step: dict[int, dict[str, Dumped]] = defaultdict(dict)
-    for dumped in dumps:
-        if dumped.rank == 0 and dumped.name in _FIELDS:
-            by_step[dumped.step].setdefault(dumped.name, dumped)
-    growing: dict[str, _Growing] = {}
-    done: list[_Growing] = []
-    calls: list[Call] = []
-    steps: dict[int, int] = {}
-    for step in sorted({dumped.step for dumped in dumps}):
-        fields = by_step[step]
-        if "input_ids" not in fields:
-            left_out[f"step {step}"] = "it has no input_ids: which tokens its rows are is unknown"
-            continue
-        rows = _rows_of_step(step, fields, growing, done, left_out)
-        steps[step] = len(calls)
-        calls.append(Call(str(step), tuple(rows)))
-    done += growing.values()
-    short = {g.id for g in done if len(g.token_ids) < MIN_TOKENS}
-    for name in short:
-        left_out[f"sequence {name}"] = "fewer than 2 tokens"
-    calls = [
-        Call(c.name, tuple(None if t and t.sequence in short else t for t in c.rows)) for c in calls
-    ]
-    sequences = [_finished(g) for g in done if g.id not in short]
-    if not sequences:
-        raise UsageError(
-            f"{dumps[0].file.parent}: no step says which tokens its rows are",
-            "dump with DUMPER_NON_INTRUSIVE_MODE=core or all (input_ids, positions, seq_lens), or "
-            "write sequences and calls into a manifest.json in that folder",
-        )
-    return sequences, calls, steps
-
-
-def _finished(growing: _Growing) -> ExternalSequence:
-    length = len(growing.token_ids)
-    prompt = growing.decoded_from or 0
-    return ExternalSequence(
-        growing.id,
-        tuple(growing.token_ids),
-        min(prompt, length - 1),
-        (None,) * length,
-        growing.decoded_from,
-    )
-
-
-def _integers(dumped: Dumped) -> torch.Tensor:
-    tensor = dumped.tensor()
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise UsageError(f"{dumped.file}: {tensor.dtype} for {dumped.name}", "dump integers")
-    return tensor.to(torch.int64)
-
-
-def _rows_of_step(
-    step: int,
-    fields: dict[str, Dumped],
-    growing: dict[str, _Growing],
-    done: list[_Growing],
-    left_out: dict[str, str],
-) -> list[Token | None]:
-    ids = _integers(fields["input_ids"])
-    if "seq_lens" not in fields:
-        return _rows_of_training_step(step, fields, ids, done)
-    if "positions" not in fields:
-        raise UsageError(
-            f"{fields['input_ids'].file.parent}: step {step} has input_ids and no positions",
-            "dump both, or write sequences and calls into a manifest.json in that folder",
-        )
-    positions = _integers(fields["positions"]).flatten().tolist()
-    lengths = _integers(fields["seq_lens"]).flatten().tolist()
-    names = _request_names(fields, len(lengths))
-    tokens = ids.flatten().tolist()
-    if len(tokens) != len(positions):
-        raise UsageError(
-            f"{fields['positions'].file}: {len(positions)} positions for {len(tokens)} tokens",
-            "the dump is damaged: dump again",
-        )
-    rows: list[Token | None] = []
-    for name, length in zip(names, lengths, strict=True):
-        start = len(rows)
-        end = start
-        while end < len(tokens) and positions[end] != length - 1:
-            end += 1
-        if end == len(tokens):
-            raise UsageError(
-                f"{fields['seq_lens'].file}: no row of step {step} is position {length - 1} of "
-                f"request {name}",
-                "a padded batch can't be read: dump without CUDA graphs",
-            )
-        own = slice(start, end + 1)
-        rows += _grow(name, tokens[own], positions[own], growing, done, left_out)
-    return rows + [None] * (len(tokens) - len(rows))
-
-
-def _request_names(fields: dict[str, Dumped], count: int) -> list[str]:
-    for key in ("rids", "req_pool_indices"):
-        if key not in fields:
-            continue
-        value = fields[key].load()["value"]
-        listed = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-        if isinstance(listed, (list, tuple)) and len(listed) == count:
-            return [str(item) for item in listed]
-    return [f"request-{i}" for i in range(count)]
-
-
-def _grow(
-    name: str,
-    tokens: list[int],
-    positions: list[int],
-    growing: dict[str, _Growing],
-    done: list[_Growing],
-    left_out: dict[str, str],
-) -> list[Token | None]:
-    """A request's rows of one step; a request that starts anew ends the one of its name."""
-    first = positions[0]
-    if first == 0 and name in growing:
-        done.append(growing.pop(name))
-    if name not in growing:
-        taken = {g.id for g in (*done, *growing.values())}
-        unique = next(n for i in range(len(taken) + 1) if (n := _numbered(name, i)) not in taken)
-        growing[name] = _Growing(unique)
-    request = growing[name]
-    if positions != list(range(len(request.token_ids), len(request.token_ids) + len(tokens))):
-        left_out[f"request {name} at position {first}"] = (
-            f"its first {first} tokens are not in the dump: they came from the prefix cache"
-        )
-        return [None] * len(tokens)
-    if len(tokens) == 1 and request.token_ids and request.decoded_from is None:
-        request.decoded_from = first
-    elif len(tokens) > 1:
-        request.decoded_from = None
-    request.token_ids += tokens
-    return [Token(request.id, position) for position in positions]
-
-
-def _numbered(name: str, number: int) -> str:
-    return name if number == 0 else f"{name}-{number + 1}"
-
-
-def _rows_of_training_step(
-    step: int, fields: dict[str, Dumped], ids: torch.Tensor, done: list[_Growing]
-) -> list[Token | None]:
-    """A batch of a training framework: packed with cu_seqlens_q, or [batch, tokens]."""
-    if "cu_seqlens_q" in fields:
-        ends = _integers(fields["cu_seqlens_q"]).flatten().tolist()
-        flat = ids.flatten().tolist()
-        if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > len(flat):
-            raise UsageError(
-                f"{fields['cu_seqlens_q'].file}: {ends[:6]}... for {len(flat)} tokens",
-                "it must rise from 0 to the number of tokens",
-            )
-        rows: list[Token | None] = []
-        for i, (start, end) in enumerate(itertools.pairwise(ends)):
-            done.append(_Growing(f"step-{step}-sequence-{i}", flat[start:end]))
-            rows += [Token(done[-1].id, position) for position in range(end - start)]
-        return rows + [None] * (len(flat) - len(rows))
-    if ids.dim() != 2:
-        raise UsageError(
-            f"{fields['input_ids'].file}: {list(ids.shape)} and no seq_lens or cu_seqlens_q",
-            "write sequences and calls into a manifest.json in that folder",
-        )
-    batch = [_Growing(f"step-{step}-sequence-{i}", row) for i, row in enumerate(ids.tolist())]
-    done += batch
-    # Megatron's modules see [tokens, batch, hidden].
-    return [Token(row.id, position) for position in range(ids.shape[1]) for row in batch]
-
-
 class _Reader:
     """Gives each dumped tensor its module and kind, and the calls their rows."""
 
     def __init__(
-        self, manifest: Manifest, groups: ShardGroups, steps: dict[int, int], names: set[str]
+        self, manifest: Manifest, groups: ShardGroups, steps: Steps, names: set[str]
     ) -> None:
         self.manifest, self.groups, self.steps = manifest, groups, steps
         self.table = ModuleTable(manifest.rules)
@@ -429,13 +226,14 @@ class _Reader:
 
     def add(self, dumped: Dumped) -> None:
         """Enter one file."""
-        if dumped.name in _FIELDS or dumped.step not in self.steps:
+        is_parameter = dumped.name.startswith(PARAMETER)
+        if dumped.name in FIELDS or not (is_parameter or dumped.step in self.steps.numbers):
             return
         if "recompute_status=recompute" in dumped.file.name:
             self.groups.left_out[dumped.name] = "computed again for the backward pass"
             return
         found = [
-            (module, kind)
+            (module, output_kind(module) if kind == "output" else kind)
             for native, kind in self._sites(dumped.name)
             if (module := self.table.find(native)) is not None
         ]
@@ -449,6 +247,9 @@ class _Reader:
         native, _, kind = name.rpartition(":")
         if native and kind in KINDS:
             return [(native, kind)]
+        if name.startswith(PARAMETER):
+            native, _, kind = name.removeprefix(PARAMETER).rpartition(".")
+            return [(native, kind)] if kind in ("weight", "bias") else []
         place = _place(name)
         if place is None:
             return []
@@ -472,7 +273,7 @@ class _Reader:
         if leaf in _EMBEDDINGS and way == "inputs":
             return []
         if way == "output" and first:
-            return [(module, "router_logits" if leaf == "gate" else "output")]
+            return [] if leaf in _PROBABILITIES else [(module, "output")]
         return [(module, "input")] if way == "inputs" and first else []
 
     def _norm_sites(self, module: str, way: str, rest: str) -> list[tuple[str, str]]:
@@ -494,20 +295,32 @@ class _Reader:
             raise UsageError(
                 f"{self.manifest.where}: the dump has a rank {dumped.rank}", "list every rank"
             )
-        before = self._seen.setdefault((dumped.step, dumped.rank, module.native, kind), dumped)
+        rank = self.manifest.ranks[dumped.rank]
+        is_static = kind in STATIC_KINDS
+        place = (STATIC if is_static else dumped.step, dumped.rank, module.native, kind)
+        before = self._seen.setdefault(place, dumped)
+        if before is not dumped and is_static and before.step != dumped.step:
+            self.groups.left_out[f"{dumped.name} of step {dumped.step}"] = (
+                f"the one of step {before.step} is read"
+            )
+            return
         if before is not dumped:
             raise UsageError(
                 f"{before.file} and {dumped.file.name} are the same tensor of one step",
                 "call dumper.step() after each forward pass",
             )
-        call = self.steps[dumped.step]
-        rank = self.manifest.ranks[dumped.rank]
+        where = str(dumped.file)
+        if is_static:
+            held = Held(rank, dumped.tensor, where)
+            self.groups.add(STATIC, module, kind, held, order=dumped.index)
+            return
+        call = self.steps.numbers[dumped.step]
         rows = self.manifest.calls[call].rows
         load = _by_row(dumped, len(rows)) if kind != "logits" else dumped.tensor
-        held = Held(rank, load, str(dumped.file))
-        self.groups.add(call, module, kind, held, order=dumped.index)
+        self.groups.add(call, module, kind, Held(rank, load, where), order=dumped.index)
         if kind == "logits" and dumped.name.endswith("next_token_logits"):
-            self.groups.add(call, module, ROWS, Held(rank, lambda: _last_rows(rows), held.where))
+            last = torch.tensor(self.steps.last_rows[call], dtype=torch.int64)
+            self.groups.add(call, module, ROWS, Held(rank, lambda: last, where))
 
 
 def _by_row(dumped: Dumped, num_rows: int) -> Callable[[], torch.Tensor]:
@@ -521,9 +334,3 @@ def _by_row(dumped: Dumped, num_rows: int) -> Callable[[], torch.Tensor]:
         return tensor
 
     return load
-
-
-def _last_rows(rows: Sequence[Token | None]) -> torch.Tensor:
-    """Index of each sequence's last row: what SGLang computes logits of."""
-    last = {token.sequence: i for i, token in enumerate(rows) if token is not None}
-    return torch.tensor(list(last.values()), dtype=torch.int64)

@@ -32,7 +32,7 @@ from minite_diag.external.manifest import (
     read_manifest,
     read_tokens,
 )
-from minite_diag.external.modules import TABLES, HeadCounts, Module, ModuleTable
+from minite_diag.external.modules import TABLES, HeadCounts, Module, ModuleTable, output_kind
 from minite_diag.external.sequences import Call, ExternalSequence, Token
 from minite_diag.external.sharded import Held, ShardGroups
 from minite_diag.external.side import STATIC, ImportedSide
@@ -297,7 +297,7 @@ def _add(
             f"{file.path} is no dict of high_precision and quantized",
             "Transformer Engine's DumpTensors writes that",
         )
-    kind = KINDS[file.tensor]
+    kind = output_kind(module) if file.tensor == "output" else KINDS[file.tensor]
     where = str(file.path)
     if "high_precision" in found:
         groups.add(call, module, kind, Held(rank, _plain(found["high_precision"], where), where))
