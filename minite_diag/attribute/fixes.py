@@ -70,6 +70,14 @@ _LEARNER_WEIGHTS: Final = Fix(
     alignment="weights",
 )
 
+_NVFP4: Final = Fix(
+    "any",
+    "alignment",
+    "minite-diag align RUN --align nvfp4-linear",
+    note="experts: --align nvfp4-moe",
+    alignment="nvfp4-linear",
+)
+
 FIXES: Final[dict[str, tuple[Fix, ...]]] = {
     "MD101": (
         _te(
@@ -79,7 +87,8 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
         ),
         _sglang("SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1", note="MoE layers"),
         _POW2,
-        _align("nvfp4-linear"),
+        _align("static-scale"),
+        _NVFP4,
     ),
     "MD102": (
         _te("NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1", alignment="weights"),
@@ -106,20 +115,21 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
         _vllm(_EXACT_MATH, "environment", note=_EXACT_NOTE),
         _sglang(_EXACT_MATH, note=_EXACT_NOTE),
     ),
-    "MD107": (_LEARNER_WEIGHTS, _align("nvfp4-linear")),
+    "MD107": (_LEARNER_WEIGHTS, _NVFP4),
     "MD108": (_LEARNER_WEIGHTS,),
     "MD109": (
         _vllm(
             'linear_backend="auto" moe_backend="auto"',
             note="on a GPU with FP4 tensor cores: a native kernel instead of the emulation",
         ),
-        _align("nvfp4-linear"),
+        _POW2,
+        _NVFP4,
     ),
     "MD110": (_POW2,),
     "MD111": (_vllm('linear_backend="cutlass"', note="any but torch rounds once"),),
     "MD112": (
         Fix("any", "export", "minite-diag export MODEL -o DIR --probes FRESH.jsonl"),
-        _align("nvfp4-linear"),
+        _NVFP4,
     ),
     "MD113": (Fix("any", "export", "minite-diag export MODEL -o DIR"),),
     "MD114": (_LEARNER_WEIGHTS, _POW2),
@@ -127,9 +137,10 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
         _vllm('linear_backend="emulation" moe_backend="emulation"', note="W4A4 numerics, slow"),
         Fix("te", "code", "leave activations unquantized in the learner", note="trains W4A16"),
     ),
-    "MD117": (*_INVARIANT, _align("nvfp4-linear")),
+    "MD117": (*_INVARIANT, _NVFP4),
     "MD118": (
         Fix("any", "export", "minite-diag export MODEL -o DIR", note="one export for both engines"),
+        _align("static-scale"),
         _POW2,
     ),
     "MD119": (Fix("any", "export", "minite-diag export MODEL -o DIR", note="linear scales"),),
@@ -143,14 +154,14 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
     "MD205": (_align("router"),),
     "MD206": (_align("experts"),),
     "MD207": (_align("lm-head"),),
-    "MD208": (*_INVARIANT, _align("nvfp4-linear")),
+    "MD208": (*_INVARIANT, _NVFP4),
     "MD210": _RAW,
     "MD401": (_vllm('logprobs_mode="processed_logprobs"', note="logits / temperature"),),
     "MD404": _RAW[:1],
     "MD405": _RAW[:1],
     "MD501": (),
     "MD502": _INVARIANT,
-    "MD503": (*_INVARIANT, _align("nvfp4-linear")),
+    "MD503": (*_INVARIANT, _NVFP4),
     "MD504": (_vllm("enable_chunked_prefill=False"), _align("attention")),
     "MD505": (
         _vllm("VLLM_CPU_ATTN_SPLIT_KV=0", "environment", ">=0.30", "CPU: decode as prefill"),
