@@ -23,6 +23,9 @@ BUILT_IN: Final = {
     "toy": "minite_diag.engines.toy:ToyEngine",
 }
 
+IMPORTED: Final = "external"
+"""What a plan calls the engine of an imported trace."""
+
 
 def engine_targets() -> dict[str, str]:
     """Every known engine name and its "module:Class"; built-in names can't be replaced."""
@@ -35,6 +38,10 @@ def engine_targets() -> dict[str, str]:
 
 def check_engine_name(name: str) -> str:
     """Return `name`; raises UsageError with near matches if no engine has it."""
+    if name == IMPORTED:
+        raise UsageError(
+            "an imported trace can't be run again", "give an engine for that side: compare"
+        )
     names = engine_targets()
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)

@@ -24,12 +24,12 @@ from typing import Any, Final
 
 from minite_diag import __version__
 from minite_diag.engines.base import ScoredTokens, TokenSequence
+from minite_diag.engines.registry import IMPORTED
 from minite_diag.errors import UsageError
 from minite_diag.external.sequences import read_logprobs, read_prompt_length, read_token_ids
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, write_plan
 from minite_diag.probe import Probe
 
-ENGINE: Final = "external"
 SIDES: Final = ("learner", "sampler")
 
 
@@ -109,7 +109,7 @@ def import_logprobs(file: Path, run: Path) -> Plan:
 
 def _plan(file: Path, sequences: list[Sequence]) -> Plan:
     engines = tuple(
-        EngineSpec(f"{side}-{ENGINE}", side, ENGINE, sys.executable, "", "unknown")
+        EngineSpec(f"{side}-{IMPORTED}", side, IMPORTED, sys.executable, "", "unknown")
         for side in SIDES
     )
     vocabulary = 1 + max(max(map(max, s.token_ids.values())) for s in sequences)

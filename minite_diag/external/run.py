@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from minite_diag import __version__
 from minite_diag.canonical.names import SequenceKey
+from minite_diag.engines.registry import IMPORTED
 from minite_diag.errors import CheckpointError, UsageError
 from minite_diag.external import manifest as manifests
 from minite_diag.external.modules import HeadCounts
@@ -26,7 +27,6 @@ from minite_diag.external.side import ImportedSide, SideWriter
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, read_plan, write_plan
 from minite_diag.probe import Probe
 
-ENGINE: Final = "external"
 FORMATS: Final = ("logprobs-jsonl", *manifests.FORMATS)
 TokenIds = tuple[int, ...]
 
@@ -206,13 +206,13 @@ def _specs(roles: Sequence[str], kept: Sequence[EngineSpec]) -> list[EngineSpec]
     taken = {spec.id for spec in kept}
     found = []
     for role in roles:
-        name = f"{role}-{ENGINE}"
+        name = f"{role}-{IMPORTED}"
         number = 1
         while name in taken:
             number += 1
-            name = f"{role}-{ENGINE}-{number}"
+            name = f"{role}-{IMPORTED}-{number}"
         taken.add(name)
-        found.append(EngineSpec(name, role, ENGINE, sys.executable, "", "unknown"))
+        found.append(EngineSpec(name, role, IMPORTED, sys.executable, "", "unknown"))
     return found
 
 

@@ -89,6 +89,14 @@ RUN_ELSEWHERE = {
     "minite-diag import rollouts.jsonl -o runs/training --gate nvfp4": (
         "tests/external/test_logprobs_jsonl.py::test_equal_sides_pass_and_large_gaps_fail"
     ),
+    "minite-diag import --learner dumps/megatron --run runs/demo -o runs/megatron --gate nvfp4": (
+        "tests/external/test_sharded.py::test_one_command_imports_gates_and_reports"
+    ),
+    "minite-diag import --sampler dumps/sglang --run runs/demo -o runs/served": (
+        "tests/external/test_sglang_dumper.py::test_what_the_dumper_saw_is_what_our_hooks_saw"
+    ),
+    "minite-diag import --learner dumps/te --sampler dumps/te-other --model path/to/hf-folder "
+    "-o runs/dumps": "tests/external/test_te_dumps.py::test_real_dumps_are_two_sides_of_a_run",
     "MINITE_DIAG_ALIGN=norm,rope,attention,activation vllm serve ...": (
         "tests/alignments/test_bitwise_zero.py::test_the_plugin_alone_gives_the_learners_bits"
     ),

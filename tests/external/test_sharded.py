@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -11,7 +13,10 @@ from command import minite
 from safetensors.torch import load_file, save_file
 
 from minite_diag.errors import UsageError
-from minite_diag.external.run import ImportRequest, import_traces
+from minite_diag.external import manifest as manifest_module
+from minite_diag.external.manifest import read_manifest
+from minite_diag.external.modules import PARALLEL, SPLITS, TABLES
+from minite_diag.external.run import FORMATS, ImportRequest, import_traces
 from minite_diag.trace.store import Trace
 from tests.external.conftest import TOKENS
 from tests.external.megatron_writer import MegatronWriter
@@ -353,3 +358,28 @@ def test_sides_must_be_a_learner_and_samplers(dump, hf_run, tmp_path):
     rows = pd.read_parquet(tmp_path / "two" / "comparison.parquet")
     assert set(rows["target"]) == {"sampler-external", "sampler-external-2"}
     assert set(rows["bitwise_fraction"].dropna()) == {1.0}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+
+
+def test_the_example_of_the_page_is_a_manifest(tmp_path):
+    text = PAGE.read_text(encoding="utf-8")
+    example = text.partition("```json\n")[2].partition("```")[0]
+    (tmp_path / "manifest.json").write_text(example)
+    manifest = read_manifest(tmp_path)
+    assert [call.name for call in manifest.calls] == ["step-0"]
+    assert [token and token.sequence for token in manifest.calls[0].rows] == [
+        *("a", "b") * 3, "a", None,
+    ]  # fmt: skip
+    assert manifest.rules[0].split == "qkv-interleaved"
+
+
+def test_every_key_and_value_is_on_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    source = Path(manifest_module.__file__).read_text(encoding="utf-8")
+    keys = set(re.findall(r'record\.\w+\(\s*"(\w+)"', source))
+    assert {"format", "ranks", "expert_tensor", "layer_offset", "sequence_parallel"} <= keys
+    assert not [key for key in sorted(keys) if f"{key}`" not in text and f'"{key}"' not in text]
+    values = {*PARALLEL, *SPLITS, *manifest_module.LAYOUTS, *TABLES, *FORMATS}
+    assert not [value for value in sorted(values) if f"`{value}`" not in text]

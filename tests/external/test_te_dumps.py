@@ -8,7 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external.modules import HeadCounts
 from minite_diag.external.run import ImportRequest, import_traces
@@ -78,9 +80,13 @@ def test_real_dumps_are_two_sides_of_a_run(tmp_path):
     held = torch.load(file, weights_only=True, map_location="cpu")
     held["high_precision"][:, 16:24] += 1  # the key head of the first query group
     torch.save(held, file)
-    request = ImportRequest(learner=learner, samplers=(sampler,), model=model_of(tmp_path))
-    plan = import_traces(request, tmp_path / "run", lambda text: None)
-    assert (plan.model.vocab_size, plan.model.name) == (1000, "model")
+    model = str(model_of(tmp_path))
+    sides = ["--learner", str(learner), "--sampler", str(sampler), "--model", model]
+    arguments = ["import", *sides, "-o", str(tmp_path / "run"), "--gate", "bitwise", "--json"]
+    done = CliRunner().invoke(app, arguments)
+    summary = json.loads(done.stdout)
+    assert done.exit_code in (1, 3), done.stderr  # no log-probabilities, and a planted difference
+    assert (summary["model"]["name"], len(summary["pairs"])) == ("model", 1)
     found = compared(tmp_path / "run")
     changed = found[found < 1]
     assert {(fqn, kind) for fqn, kind, _ in changed.index} == {
