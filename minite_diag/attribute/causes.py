@@ -55,6 +55,7 @@ CAUSES: Final = {
         Cause("MD208", "linear computes other bits from equal input and weights"),
         Cause("MD209", "embedding computes other bits from equal tokens"),
         Cause("MD210", "log-probabilities differ from equal logits"),
+        Cause("MD211", "sums are split over another number of tensor-parallel ranks"),
         Cause("MD301", "weights differ: stale, partly loaded or from another step"),
         Cause("MD302", "gate and up are swapped"),
         Cause("MD303", "attention heads are permuted"),
@@ -143,3 +144,6 @@ OPS: Final = {
     "embedding": "MD209",
 }
 """Op class -> cause, where its output differs and its input does not."""
+
+SPLIT_SUM: Final = "MD211"
+"""The cause of linears and experts whose sum runs over other ranks."""

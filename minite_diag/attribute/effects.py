@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from minite_diag.attribute.causes import CAUSES, OPS
+from minite_diag.attribute.causes import CAUSES, OPS, SPLIT_SUM
 
 SAME_CONDITIONS: Final = ("observer", "repeat")
 """Legs whose two runs differ in nothing that a user would change: their worst is the noise."""
@@ -106,7 +106,7 @@ def _ops(finding: dict[str, Any]) -> tuple[str, ...]:
     code, where = finding["code"], finding["where"]
     if code in _OPS_BY_CODE:
         return (_OPS_BY_CODE[code],)
-    if code.startswith("MD1"):
+    if code.startswith("MD1") or code == SPLIT_SUM:
         return ("linear", "experts")
     if code.startswith("MD3"):
         return ("lm_head",) if where == "lm_head" else ("linear", "experts", "embedding")

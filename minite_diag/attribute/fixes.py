@@ -156,6 +156,10 @@ FIXES: Final[dict[str, tuple[Fix, ...]]] = {
     "MD207": (_align("lm-head"),),
     "MD208": (*_INVARIANT, _NVFP4),
     "MD210": _RAW,
+    "MD211": (
+        Fix("hf", "argument", "parallel=fsdp2", note="in the place of parallel=tp"),
+        Fix("any", "argument", "the same number of ranks on both sides"),
+    ),
     "MD401": (_vllm('logprobs_mode="processed_logprobs"', note="logits / temperature"),),
     "MD404": _RAW[:1],
     "MD405": _RAW[:1],

@@ -12,12 +12,14 @@ from typing import Any, Final
 
 import pandas as pd
 
-from minite_diag.attribute.causes import OPS
+from minite_diag.attribute.causes import OPS, SPLIT_SUM
 from minite_diag.attribute.finding import Finding
 
 _EXPERT_DOWN: Final = re.compile(r"(.*\.experts\.\d+)\.down_proj$")
 """An expert's activation has no module of its own: what it gives is what down_proj takes."""
 _INSIDE_EXPERTS: Final = re.compile(r"(.*\.experts)\.\d+\.")
+_SUM_OVER_RANKS: Final = re.compile(r"\.(o_proj|down_proj|experts)$")
+"""Sites whose input features tensor-parallel ranks share."""
 _ATTENTION: Final = re.compile(r"(.*\.self_attn)\.(attn|q_rope|k_rope)$")
 
 
@@ -72,8 +74,14 @@ def inputs_of(fqn: str, kind: str, has_qk_norm: bool) -> list[tuple[str, str]]:
     return [(fqn, "input")]
 
 
-def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
-    """One finding per op class that split bits although all that it read was equal."""
+def operator_findings(
+    rows: pd.DataFrame, basis: str, ranks: tuple[int, int] = (1, 1)
+) -> list[Finding]:
+    """One finding per op class that split bits although all that it read was equal.
+
+    `ranks` are the tensor-parallel ranks of both sides: where they differ, the sums over ranks are
+    a class of their own.
+    """
     score = rows[(rows["status"] == "compared") & (rows["mode"] == "score")]
     equal = {(row.probe, row.fqn, row.kind): _same(row) for row in score.itertuples(index=False)}
     has_qk_norm = bool(score["fqn"].str.endswith(".q_norm").any())
@@ -98,7 +106,7 @@ def operator_findings(rows: pd.DataFrame, basis: str) -> list[Finding]:
         and not (op == "experts" and (row.probe, row.fqn) in unequal_inside)
         and _all_equal(equal, row, has_qk_norm)
     ]
-    return list(_by_op(splits, basis))
+    return list(_by_op(splits, basis, ranks))
 
 
 def _same(row: Any) -> bool:
@@ -111,18 +119,20 @@ def _all_equal(equal: dict[tuple[str, str, str], bool], row: Any, has_qk_norm: b
     return all(equal.get((row.probe, *site), False) for site in reads)
 
 
-def _by_op(splits: list[Any], basis: str) -> Iterator[Finding]:
-    groups: dict[str, list[Any]] = {}
+def _by_op(splits: list[Any], basis: str, ranks: tuple[int, int]) -> Iterator[Finding]:
+    groups: dict[tuple[str, bool], list[Any]] = {}
     for row in splits:
-        groups.setdefault(str(op_of(row.fqn, row.kind)), []).append(row)
-    for op, found in groups.items():
+        is_sum = ranks[0] != ranks[1] and bool(_SUM_OVER_RANKS.search(row.fqn))
+        groups.setdefault((str(op_of(row.fqn, row.kind)), is_sum), []).append(row)
+    for (op, is_sum), found in groups.items():
         first = min(found, key=lambda row: row.order)
         share = sum(row.bitwise_fraction for row in found) / len(found)
         yield Finding(
-            OPS[op],
+            SPLIT_SUM if is_sum else OPS[op],
             str(first.fqn),
             f"{op}: equal input, {1 - share:.1%} of the output elements differ "
-            f"(first at {first.fqn})",
+            f"(first at {first.fqn})"
+            + (f"; summed over {ranks[0]} and {ranks[1]} ranks" if is_sum else ""),
             {
                 "op": op,
                 "sites": sorted({str(row.fqn) for row in found})[:20],

@@ -93,7 +93,7 @@ def _pair(
         *(_semantic(hit.code, hit.text, hit.value, hit.closed) for hit in hits),
         *weight_findings(plan, learner, sampler, rows),
         *sorted(contract, key=_effect, reverse=True),
-        *operator_findings(rows, basis),
+        *operator_findings(rows, basis, (_ranks(learner), _ranks(sampler))),
         # A semantic hit says already why log-probabilities differ on equal logits.
         *(() if hits else logprob_finding(rows, logprobs, basis)),
         *routing_findings(layers, basis),
@@ -111,6 +111,13 @@ def _pair(
 def _semantic(code: str, text: str, value: Any, closed: float) -> Finding:
     evidence = {"value": value, "closed": closed}
     return Finding(code, "log-probabilities", text, evidence, "measured")
+
+
+def _ranks(side: Side) -> int:
+    """Tensor-parallel ranks that an engine read back from itself."""
+    settings = side.trace.manifest.get("settings", {})
+    is_hf = str(settings.get("parallel", "")).startswith("tp")
+    return int(settings["world_size"] if is_hf else settings.get("tensor_parallel", 1))
 
 
 def _is_modelled(*sides: Side) -> bool:

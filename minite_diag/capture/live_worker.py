@@ -206,10 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the live worker; returns its exit code."""
     arguments = argv or sys.argv[1:]
     run, engine_id, options = arguments[:3]
-    is_rank = ranks.RANK_FLAG in arguments
+    is_rank = (launcher := ranks.launcher(arguments)) is not None
     name = log_name(engine_id, json.loads(options))
     progress = open_progress(Path(run), name, is_rank=is_rank)
-    _follow_parent()
+    _follow_parent(launcher)
     began = time.monotonic()
     try:
         plan = read_plan(Path(run))

@@ -1,8 +1,8 @@
 """One engine as several ranks: its worker process becomes torchrun's launcher, its ranks workers.
 
     worker RUN ENGINE          launcher: no engine, the parent's pipes
-      worker RUN ENGINE --rank   rank 0: writes the trace and talks to the parent
-      worker RUN ENGINE --rank   rank 1 and up: the same calls; nothing is written but a log
+      worker RUN ENGINE --rank PID   rank 0: writes the trace and talks to the parent
+      worker RUN ENGINE --rank PID   rank 1 and up: the same calls; nothing is written but a log
 
 Knows torch.distributed; no engine. Invariant: all ranks end when one does; the launcher says which
 rank was the first and where its log is; a rank never outlives its launcher.
@@ -73,7 +73,7 @@ def launch(
             f"--monitor-interval={MONITOR_S}",
             f"--log-dir={folder}",
         ]
-        command = torchrun.parse_args([*options, "-m", module, *arguments, RANK_FLAG])
+        command = torchrun.parse_args([*options, "-m", module, *arguments, *_as_rank()])
         try:
             torchrun.run(command)
         except ChildFailedError as error:
@@ -83,6 +83,16 @@ def launch(
         except (SignalException, KeyboardInterrupt):
             return 130
     return 0
+
+
+def _as_rank() -> tuple[str, str]:
+    """What tells a process that it is a rank, and whose: the launcher may be gone at its start."""
+    return RANK_FLAG, str(os.getpid())
+
+
+def launcher(arguments: list[str]) -> int | None:
+    """The process whose rank this is; None for a process that is no rank."""
+    return int(arguments[-1]) if RANK_FLAG in arguments else None
 
 
 def _cause(failures: dict[int, Any], count: int, logs: Callable[[int], Path]) -> dict[str, str]:
@@ -103,7 +113,9 @@ def _cause(failures: dict[int, Any], count: int, logs: Callable[[int], Path]) ->
     elif causes:
         rank = min(causes)
         record = causes[rank]
-        everywhere = len(causes) == count and len({r["message"] for r in causes.values()}) == 1
+        same = len(causes) == count and len({r["message"] for r in causes.values()}) == 1
+        # What was asked for is wrong on every rank; the first to say so ended the others.
+        everywhere = same or record["kind"] in ("UsageError", "EngineUnavailable")
         prefix = "" if everywhere else f"rank {rank} of {count}: "
         message, hint = prefix + record["message"], record["hint"]
         if everywhere:

@@ -189,9 +189,9 @@ def _error_record(error: BaseException) -> dict[str, str]:
     }
 
 
-def _follow_parent() -> None:
+def _follow_parent(parent: int | None = None) -> None:
     """End this process if the parent is gone: a killed parent can't tell its workers."""
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -224,9 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the worker process; returns its exit code."""
     arguments = argv or sys.argv[1:]
     run, engine_id = arguments[:2]
-    is_rank = ranks.RANK_FLAG in arguments
+    is_rank = (launcher := ranks.launcher(arguments)) is not None
     progress = open_progress(Path(run), f"engine-{engine_id}", is_rank=is_rank)
-    _follow_parent()
+    _follow_parent(launcher)
     capture: Capture | None = None
     try:
         plan = read_plan(Path(run))

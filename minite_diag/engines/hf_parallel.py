@@ -12,8 +12,10 @@ module is read from its parameters (DTensor placements), never from the plan tha
 from __future__ import annotations
 
 import importlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -73,6 +75,12 @@ class Parallel:
         if self.form == "tp" and device.type == "cpu" and torch.cuda.is_available():
             raise UsageError(
                 "hf: transformers puts the ranks of parallel=tp on the GPUs", "leave device=cpu out"
+            )
+        heads = _key_heads(Path(spec.checkpoint))
+        if self.form == "tp" and heads is not None and heads % self.count:
+            raise UsageError(
+                f"hf: {heads} key heads don't split over {self.count} ranks",
+                "a world_size that divides them, or parallel=fsdp2",
             )
 
     def load(self, read: Callable[..., Any]) -> Any:
@@ -181,6 +189,11 @@ class Parallel:
         """Who moves and adds what the ranks hold."""
         note = f"{self.form}, {self.count} ranks; {self.collectives}"
         return Evidence("collectives", "native", f"torch.distributed {self.backend}", note)
+
+
+def _key_heads(checkpoint: Path) -> int | None:
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return config.get("num_key_value_heads") or config.get("num_attention_heads")
 
 
 class _Collectives(TorchDispatchMode):

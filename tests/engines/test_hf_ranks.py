@@ -1,4 +1,4 @@
-"""Engine hf on several ranks (gloo, two processes) and with layers on disk: the same numbers."""
+"""Engines on several ranks (gloo, two processes), and hf with layers on disk: the same numbers."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from minite_diag.attribute.first_divergence import first_divergence
+from minite_diag.attribute.operators import operator_findings
 from minite_diag.canonical.names import STATIC, index_trace
 from minite_diag.canonical.tokens import read_site
 from minite_diag.capture import ranks, runner
@@ -38,7 +39,7 @@ def make_plan(model, probes=PROBES, **engines):
         EngineSpec(
             id.replace("_", "-"),
             "sampler" if number else "learner",
-            "hf",
+            id.partition("_")[0] if id.startswith("vllm") else "hf",
             sys.executable,
             str(model),
             "bf16",
@@ -84,6 +85,7 @@ def run(models, tmp_path_factory, one_thread):
         tp=TP,
         one_fp32=wide,
         tp_fp32=TP | wide,
+        vllm_tp=wide | {"tensor_parallel_size": "2"},
     )
     write_plan(plan, folder)
     results = runner.capture(plan, folder, lambda spec, event: None)
@@ -126,11 +128,28 @@ def test_tensor_parallel_gathers_whole_weights(run):
     assert static == []
 
 
-def test_fp32_ranks_agree(run):
-    gap = abs(logprobs(run, "tp-fp32") - logprobs(run, "one-fp32")).max()
+@pytest.mark.parametrize("id", ["tp-fp32", "vllm-tp"])
+def test_fp32_ranks_agree(run, id):
+    gap = abs(logprobs(run, id) - logprobs(run, "one-fp32")).max()
     assert 0 < gap < 1e-4
-    assert abs(logprobs(run, "tp-fp32")).max() > 1
-    assert traces(run, "tp-fp32")[0].manifest["dtype"] == "float32"
+    assert abs(logprobs(run, id)).max() > 1
+    assert traces(run, id)[0].manifest["dtype"] == "float32"
+
+
+def test_vllm_gathers_what_its_ranks_hold(run):
+    one, two = (Side.of(trace) for trace in traces(run, "one-fp32", "vllm-tp"))
+    rows = pd.DataFrame(compare_sites(one, two))
+    rows = rows[rows["status"] == "compared"]
+    static = rows[rows["mode"] == "static"]
+    assert len(static) > 60
+    assert (static["bitwise_fraction"] == 1).all()
+    assert len(rows) - len(static) > 50
+    assert rows["rel_l2"].max() < 1e-4
+    manifest = two.trace.manifest
+    assert manifest["settings"]["tensor_parallel"] == "2"
+    notes = {item["op"]: item["note"] for item in manifest["evidence"]}
+    assert notes["collectives"].startswith("2 tensor-parallel ranks: CpuCommunicator")
+    assert (run / "engine-vllm-tp-rank1.log").exists()
 
 
 def test_the_gap_of_tensor_parallel_starts_at_a_sum_over_rows(run):
@@ -140,6 +159,10 @@ def test_the_gap_of_tensor_parallel_starts_at_a_sum_over_rows(run):
     assert (found["site"], found["kind"]) == ("model.layers.0.self_attn.o_proj", "output")
     assert (found["input_equal"], found["weights_equal"]) == (True, True)
     assert {p["site"] for p in found["by_probe"]} == {"model.layers.0.self_attn.o_proj"}
+    causes = {f.code: f.text for f in operator_findings(rows, "native", (1, 2))}
+    assert "first at model.layers.0.self_attn.o_proj); summed over 1 and 2 ranks" in causes["MD211"]
+    assert "MD208" not in causes
+    assert "MD211" not in {f.code for f in operator_findings(rows, "native")}
 
 
 def test_settings_are_read_back(run):
@@ -263,6 +286,7 @@ def failure(exitcode, message="", kind="EngineError", *, lost=False):
         ({0: failure(3, "gloo: closed", lost=True), 1: failure(-9)}, "rank 1 of 2 was killed", 1),
         ({0: failure(3, "x", lost=True), 1: failure(3, "disk full")}, "rank 1 of 2: disk full", 1),
         ({0: failure(3, "no such"), 1: failure(3, "no such")}, "no such", None),
+        ({0: failure(-15), 1: failure(3, "wrong", "UsageError")}, "wrong", None),
         ({0: failure(-15), 1: failure(5)}, "rank 1 of 2 died (exit 5)", 1),
     ],
 )
