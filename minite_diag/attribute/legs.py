@@ -88,6 +88,7 @@ class _Legs:
         self.score, self.sampled = score, sampled
         self.alone: Logprobs = {}
         self.decoded: Scored | None = None
+        self.cached = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Run and compare, the cheap legs first."""
@@ -100,11 +101,8 @@ class _Legs:
                 self._batch_decode,
                 f"decoded alone and in a batch of {DECODE_BATCH}",
             )
-            yield self.row(
-                "decode-again",
-                self._decode_again,
-                "its first request again, after the others: caches hold other requests",
-            )
+            row = self.row("decode-again", self._decode_again, "")
+            yield row | {"note": self._again_note()}
         yield self.row(
             "chunked-prefill", self._chunked, f"prefill in chunks of {CHUNK_TOKENS} tokens"
         )
@@ -197,7 +195,15 @@ class _Legs:
         job = Job(
             "decode-again", (first,), action="sample", hooked=False, tokens=tokens, seed=self.seed
         )
-        return _up_to_where_they_part(self.decoded, self.runs.run("legs", job).scored[0])
+        again = self.runs.run("legs", job).scored[0]
+        self.cached = again.cached_tokens
+        return _up_to_where_they_part(self.decoded, again)
+
+    def _again_note(self) -> str:
+        note = "its first request again, after the others"
+        if self.cached:
+            return f"{note}: {self.cached} tokens of the prompt from the prefix cache"
+        return f"{note}: caches hold other requests"
 
     def _decode(self) -> tuple[Logprobs, Logprobs]:
         own = self.tokens[

@@ -109,6 +109,8 @@ class Scored:
     probe: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
+    cached_tokens: int = 0
+    """Tokens of the prompt that the engine took from its prefix cache."""
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -184,7 +184,12 @@ def _sequence(spec: SequenceSpec) -> TokenSequence:
 def _record(scored: ScoredTokens) -> Scored:
     sequence = scored.sequence
     return Scored(
-        sequence.mode, sequence.source, sequence.probe, sequence.token_ids, scored.logprobs
+        sequence.mode,
+        sequence.source,
+        sequence.probe,
+        sequence.token_ids,
+        scored.logprobs,
+        scored.cached_tokens,
     )
 
 

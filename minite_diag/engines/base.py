@@ -114,6 +114,8 @@ class ScoredTokens:
     phases: tuple[str, ...]
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_logprobs: tuple[tuple[float, ...], ...] = ()
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the engine's prefix cache."""
 
 
 class Engine(ABC):

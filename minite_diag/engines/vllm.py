@@ -1,4 +1,4 @@
-"""Engine `vllm`: vLLM's V1 engine in this process, eager, prefix caching off.
+"""Engine `vllm`: vLLM's V1 engine in this process, eager, prefix caching off unless asked for.
 
 With `vllm_plugin` the only code that imports vLLM, always inside functions. Invariant: the weights
 come through vLLM's own loader and scale fusion, and what was asked for and didn't get installed is
@@ -7,6 +7,7 @@ an error.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -92,12 +93,16 @@ OPTIONS: Final = {
     "kv_cache_gib": "memory of the KV cache on a GPU, without measuring what is free",
     "tensor_parallel_size": "tensor-parallel ranks of this machine, by torchrun; default 1",
     "seed": "overrides the plan's seed",
+    "block_size": "tokens in a block of the KV cache; default: vLLM chooses",
+    "prefix_caching": "true: keep the KV cache of prompts for those that begin alike; default false",
     "production": "true: compiled, with graphs and prefix caching, as `vllm serve` runs; no hooks",
 }
 
 OUR_RECIPES: Final = (*nvfp4_modelled.MODELLED_RECIPES, *nvfp4_modelled.ALIGNED_RECIPES)
 NVFP4_RECIPES: Final = ("auto", "vllm-emulation", *OUR_RECIPES)
 RECIPE_OPTIONS: Final = ("nvfp4_recipe", "nvfp4_linear_recipe", "nvfp4_expert_recipe")
+
+FLAGS: Final = ("prefix_caching", "production")
 
 QUANTIZATIONS: Final = {
     "nvfp4-modelopt": ("modelopt", "modelopt_fp4"),
@@ -194,7 +199,7 @@ class VllmEngine(Engine):
             "model_impl": "vllm",
             "skip_tokenizer_init": True,
             "enforce_eager": True,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": options.get("prefix_caching", "false") == "true",
             "async_scheduling": False,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -216,6 +221,8 @@ class VllmEngine(Engine):
         if self.in_production:
             for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
                 del arguments[name]
+        if "block_size" in options:
+            arguments["block_size"] = int(options["block_size"])
         if "attention_backend" in options:
             arguments["attention_backend"] = options["attention_backend"]
         if "gpu_memory_utilization" in options:
@@ -392,7 +399,10 @@ class VllmEngine(Engine):
         )
         outputs = self._generate(list(zip(sequences, prompts, strict=True)), params)
         return [
-            self._sampled(sequence, output.outputs[0], num_tokens)
+            dataclasses.replace(
+                self._sampled(sequence, output.outputs[0], num_tokens),
+                cached_tokens=output.num_cached_tokens or 0,
+            )
             for sequence, output in zip(sequences, outputs, strict=True)
         ]
 
@@ -501,6 +511,9 @@ def _check_options(spec: EngineSpec) -> None:
         raise UsageError(
             f"engine 'vllm' has no option {unknown[0]!r}", f"one of: {', '.join(OPTIONS)}"
         )
+    for option in FLAGS:
+        if spec.options.get(option, "false") not in ("true", "false"):
+            raise UsageError(f"vllm: {option}={spec.options[option]}", "give true or false")
     for option in RECIPE_OPTIONS:
         recipe = spec.options.get(option, "auto")
         if recipe not in NVFP4_RECIPES:

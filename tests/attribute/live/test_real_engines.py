@@ -9,6 +9,7 @@ from minite_diag.attribute.local_error import born_here
 from minite_diag.attribute.operands import PARTS
 
 LAYERS = 4
+CACHING = "vllm:prefix_caching=true,block_size=32"
 PATCHES = ("model.layers.2.self_attn.o_proj:output",)
 
 
@@ -21,7 +22,7 @@ def found(real):
     """`found(name)`: (run, live attribution) of one pair on demo-moe, once."""
     short = ("--model", "demo-moe", "--num-probes", "1")
     pairs = {
-        "hf-vllm": ("--learner", "hf", "--sampler", "vllm", "--quantize", "none"),
+        "hf-vllm": ("--learner", "hf", "--sampler", CACHING, "--quantize", "none"),
         "te-vllm": ("--learner", "te", "--sampler", "vllm"),
         "hf-te": ("--learner", "hf", "--sampler", "te"),
         "weights": ("--learner", "te", "--sampler", "te:recipe=te-1d"),
@@ -198,6 +199,14 @@ def test_compiled_vllm_is_not_the_eager_one(found):
     assert (row["status"], row["code"]) == ("measured", "MD507")
     assert 0 < row["equal"] < row["tokens"]
     assert 0.0 < row["mean_abs"] < 0.05
+
+
+def test_a_prefix_from_the_cache_gives_the_bits_of_its_prefill(found):
+    legs = {(row["engine"], row["leg"]): row for row in found("hf-vllm")["legs"]}
+    row = legs["sampler-vllm", "decode-again"]
+    assert (row["status"], row["code"]) == ("measured", None)
+    assert "32 tokens of the prompt from the prefix cache" in row["note"]
+    assert row["equal"] == row["tokens"] > 0
 
 
 def test_vllm_s_nvfp4_emulation_does_not_compile_on_cpu_and_that_is_said(found):
