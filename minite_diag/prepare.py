@@ -135,15 +135,21 @@ def make_run_folder(out: Path | None, request: CompareRequest) -> Path:
             f"{out} holds a run already",
             f"go on with it: minite-diag compare --resume {out}; or give another --out",
         )
+    make_writable(out)
+    return out
+
+
+def make_writable(folder: Path) -> None:
+    """Create the folder; raises UsageError if it can't be written."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".write-test").touch()
-        (out / ".write-test").unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".write-test").touch()
+        (folder / ".write-test").unlink()
     except OSError as error:
         raise UsageError(
-            f"can't write to {out}: {error.strerror}", "give a writable folder with --out"
+            f"can't write to {folder}: {error.strerror}",
+            "use a writable run folder; a copy of the run will do",
         ) from error
-    return out
 
 
 def prepare(request: CompareRequest, run: Path, say: Say) -> Plan:

@@ -8,6 +8,7 @@ rung closes is of the first run's gap.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +27,14 @@ from minite_diag.alignments.base import (
 from minite_diag.capture.runner import Report, capture
 from minite_diag.compare import compare
 from minite_diag.errors import UsageError
-from minite_diag.plan import Plan, read_plan
-from minite_diag.prepare import CompareRequest, alignable_parts, prepare, read_request
+from minite_diag.plan import PLAN_FILE, Plan, read_plan
+from minite_diag.prepare import (
+    CompareRequest,
+    alignable_parts,
+    make_writable,
+    prepare,
+    read_request,
+)
 from minite_diag.summary import summarize
 
 ALIGN_JSON: Final = "align.json"
@@ -66,7 +73,8 @@ def align(
         climbed = without_superseded(chosen[:count], parts)
         say(f"rung {count} of {len(chosen)}: + {name}")
         after = _measure(request, folder, climbed, say, report)
-        ladder.append(_rung(f"+ {name}", climbed, read_plan(folder), after, before))
+        plan_now = read_plan(folder_of(folder, climbed))
+        ladder.append(_rung(f"+ {name}", climbed, plan_now, after, before))
         if _is_zero(after) and (not names or "all" in names):
             say("bitwise zero: the engines' own ops are kept from here on")
             break
@@ -76,7 +84,7 @@ def align(
         say(folder)
         return _measure(request, run / "align" / folder, others, say, report)
 
-    left_out = leave_one_out(run, climbed, measure, report) if without else None
+    left_out = leave_one_out(climbed, measure, report) if without else None
     result = {
         "schema": ALIGN_SCHEMA,
         "before": before,
@@ -139,13 +147,22 @@ def _useless(name: str, plan: Plan, before: dict[str, Any]) -> str:
 def _measure(
     request: CompareRequest, folder: Path, names: tuple[str, ...], say: Say, report: Report
 ) -> dict[str, Any]:
-    if not (folder / "plan.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(folder, names)
+    if not (folder / PLAN_FILE).exists():
+        make_writable(folder)
         prepare(dataclasses.replace(request, align=names), folder, say)
     results = capture(read_plan(folder), folder, report, resume=True)
     if not (folder / "comparison.parquet").exists() or any(r.status != "kept" for r in results):
         compare(folder)
     return summarize(folder)
+
+
+def folder_of(folder: Path, names: Sequence[str]) -> Path:
+    """Where the run with these alignments is: `folder`, or beside it if that holds another set."""
+    if not (folder / PLAN_FILE).exists() or set(read_request(folder).align) == set(names):
+        return folder
+    digest = hashlib.sha256("+".join(names).encode()).hexdigest()[:8]
+    return folder.with_name(f"{folder.name}-{digest}")
 
 
 def _rung(

@@ -23,9 +23,7 @@ Measure = Callable[[tuple[str, ...], str], dict[str, Any]]
 """(alignments, folder name) -> the summary of that run."""
 
 
-def leave_one_out(
-    run: Path, climbed: Sequence[str], measure: Measure, report: Report
-) -> list[dict[str, Any]]:
+def leave_one_out(climbed: Sequence[str], measure: Measure, report: Report) -> list[dict[str, Any]]:
     """One row for each alignment of `climbed`."""
     from minite_diag.attribute.stage import attribute
     from minite_diag.summary import summarize
@@ -33,11 +31,11 @@ def leave_one_out(
     rows = []
     for name in climbed:
         rest = tuple(other for other in climbed if other != name)
-        folder = f"without-{name}"
-        measured = measure(rest, folder)
+        measured = measure(rest, f"without-{name}")
         if measured["verdict"] != "error":
-            attribute(run / "align" / folder, report)
-            measured = summarize(run / "align" / folder)
+            folder = Path(measured["run"])
+            attribute(folder, report)
+            measured = summarize(folder)
         rows.append(_row(name, measured))
     return rows
 

@@ -1,10 +1,15 @@
 """All alignments but one, in real engines: the gap that returns is attributed to the one left out."""
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from command import minite
+from command import ROOT, minite
 
 from minite_diag.align.leave_one_out import _row, expected_causes
 from minite_diag.alignments.base import known_alignments
@@ -42,21 +47,65 @@ def test_dense_linears_and_experts_are_told_apart() -> None:
         assert _row(name, summary_without(None, "MD101"))["attributed"] is None
 
 
+ALIGN = ("--align", "norm", "--align", "attention")
+
+
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """te-ref against transformers: the ladder of two rungs is short, and the engines are real."""
-    run = tmp_path_factory.mktemp("left-out") / "run"
+    folder = tmp_path_factory.mktemp("left-out") / "run"
     done = minite(
         *("compare", "--learner", "te", "--sampler", "hf:attention=eager", "--model", "demo-moe"),
-        *("--quantize", "none", "--num-probes", "2", "--modes", "score", "--out", str(run), "-q"),
+        *("--quantize", "none", "--num-probes", "2", "--modes", "score", "--out", str(folder)),
+        "-q",
     )
     assert done.returncode == 0, done.stderr
-    done = minite(
-        *("align", str(run), "--align", "norm", "--align", "attention"),
-        *("--leave-one-out", "--price", "--json"),
-    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(run: Path) -> tuple[int, int]:
+    """Ctrl-C in the second rung: the exit code, and when the first was compared."""
+    command = [sys.executable, "-m", "minite_diag.cli", "align", str(run), *ALIGN]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    second = run / "align" / "2-attention"
+    deadline = time.monotonic() + 300
+    while not (second / "plan.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert not (run / "align.json").exists()
+    return process.returncode, _compared(run)
+
+
+def _compared(run: Path) -> int:
+    return (run / "align" / "1-norm" / "comparison.parquet").stat().st_mtime_ns
+
+
+@pytest.fixture(scope="module")
+def result(run: Path, interrupted: tuple[int, int]) -> dict:
+    done = minite("align", str(run), *ALIGN, "--leave-one-out", "--price", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_a_folder_that_cannot_be_written_says_so(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("align*"))
+    (copy / "align").write_text("in the way")
+    done = minite("align", str(copy), *ALIGN)
+    assert done.returncode == 2
+    assert f"can't write to {copy}/align/1-norm" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_keeps_what_was_climbed_and_the_next_call_goes_on(
+    run: Path, interrupted: tuple[int, int], result: dict
+) -> None:
+    code, compared = interrupted
+    assert code == 130
+    assert _compared(run) == compared
+    rungs = [rung["rung"] for rung in result["ladder"]]
+    assert rungs == ["as it is", "+ norm", "+ attention"]
 
 
 def test_what_is_left_out_is_what_is_named(result: dict) -> None:

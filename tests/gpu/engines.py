@@ -41,6 +41,13 @@ LADDER: Final = (
     "lm-head",
     "logprobs",
 )
+STATIC: Final = (
+    "weights",
+    "pow2-scale",
+    "static-scale",
+    *(rung for rung in LADDER[2:] if rung != "nvfp4-linear"),
+)
+"""The ladder with vLLM's own dense linears; its experts in Triton have another combination."""
 NATIVE: Final = ("norm", "activation", "lm-head", "logprobs")
 """Ops of the ladder that are expected to be equal on CUDA without us."""
 
@@ -86,6 +93,7 @@ def steps() -> list[Step]:
         compare("bf16-triton", "--quantize", "none", "--learner", "hf", *vllm(TRITON)),
         compare("marlin", *_te("emu"), *vllm()),
         compare("emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation")),
+        compare("prefix", "--quantize", "none", "--learner", "hf", *vllm("prefix_caching=true")),
         compare(
             "ct-marlin", "--layout", "compressed-tensors", *_te("ref"), *vllm(), "--no-attribute"
         ),
@@ -98,7 +106,7 @@ def steps() -> list[Step]:
             "--no-attribute",
         ),
     ]
-    legs = [live(name) for name in ("marlin", "emulation", "bf16")]
+    legs = [live(name) for name in ("marlin", "emulation", "bf16", "prefix")]
     aligned = [word for rung in LADDER for word in ("--align", rung)]
     large = [
         Step("moe-1b", (sys.executable, "{root}/tests/gpu/random_moe.py", "{out}/moe-1b")),
@@ -117,6 +125,8 @@ def steps() -> list[Step]:
     ]
     flash = vllm("attention_backend=FLASH_ATTN")
     native = [word for rung in LADDER if rung not in NATIVE for word in ("--align", rung)]
+    static = [word for rung in STATIC for word in ("--align", rung)]
+    own = vllm(TRITON, "nvfp4_linear_recipe=vllm-emulation")
     last = f"ladder/align/{len(LADDER)}-{LADDER[-1]}"
     return [
         *found,
@@ -127,6 +137,11 @@ def steps() -> list[Step]:
         *ladder("ladder", TRITON),
         compare("aligned-flash", *_te("ref"), *flash, *aligned, "--no-attribute"),
         compare("aligned-emu", *_te("emu"), *vllm(TRITON), *aligned),
+        compare("static-linears", *_te("ref"), *own, *static),
+        dataclasses.replace(
+            compare("demo-static", *_te("ref"), *own, *_dense(static), model="demo"),
+            after=("demo-bf16",),
+        ),
         compare("aligned-native", *_te("ref"), *vllm(TRITON), *native),
         live("aligned-emu"),
         dataclasses.replace(live(last), after=(f"ladder-{len(LADDER)}",), name="live-aligned"),
