@@ -303,23 +303,19 @@ def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> 
     """Quantized weights with their master weight and group amax: `wanted`, or MAX_SITES spread."""
     if plan.model.format.startswith("nvfp4"):
         return
-    folder = Path(plan.model.path)
     sites = wanted if wanted is not None else [s for _, s in _spread(side, "weight_codes")]
     for site in sites:
         codes, scale = (
             side.read(STATIC, site),
             side.read(STATIC, Site(site.fqn, "weight_block_scale")),
         )
-        if codes is None or scale is None:
+        group = [name for name in plan.quantized if fused_group(name) == fused_group(site.fqn)]
+        masters = [_master_weight(plan, side, name) for name in (site.fqn, *group)]
+        weights = [weight for weight in masters if weight is not None]
+        if codes is None or scale is None or len(weights) < len(masters):
             continue
-        weight = read_tensor(folder, f"{site.fqn}.weight")
-        amax = torch.stack(
-            [
-                read_tensor(folder, f"{name}.weight").abs().max().float()
-                for name in plan.quantized
-                if fused_group(name) == fused_group(site.fqn)
-            ]
-        ).max()
+        weight = weights[0]
+        amax = torch.stack([found.abs().max().float() for found in weights[1:]]).max()
         yield Sample(
             site.fqn,
             weight,
@@ -328,6 +324,14 @@ def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> 
             global_scale(side, STATIC, Site(site.fqn, "weight_global_decode_scale")),
             amax,
         )
+
+
+def _master_weight(plan: Plan, side: Side, fqn: str) -> torch.Tensor | None:
+    """Of the master checkpoint; of a run without one, the weight that the side itself holds."""
+    if plan.model.path:
+        return read_tensor(Path(plan.model.path), f"{fqn}.weight")
+    held = side.read(STATIC, Site(fqn, "weight"))
+    return None if held is None else held.tensor
 
 
 def _spread(side: Side, kind: str) -> list[tuple[SequenceKey, Site]]:

@@ -48,7 +48,7 @@ INERT_KEYS: Final = frozenset(
 def weight_findings(plan: Plan, learner: Side, sampler: Side, rows: pd.DataFrame) -> list[Finding]:
     """Findings of one pair."""
     found = [*_high_precision(learner, sampler, rows), *_biases(learner, sampler, rows)]
-    if not plan.model.format.startswith("nvfp4"):
+    if plan.model.path and not plan.model.format.startswith("nvfp4"):
         for side in (learner, sampler):
             found += list(_against_master(plan, side))
     return [*config_findings(plan, learner, sampler), *_merged(found)]

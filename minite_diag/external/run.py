@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from minite_diag import __version__
 from minite_diag.canonical.names import SequenceKey
+from minite_diag.checkpoints.names import natural_key
 from minite_diag.engines.registry import IMPORTED
 from minite_diag.errors import CheckpointError, UsageError
 from minite_diag.external import manifest as manifests
@@ -153,6 +154,7 @@ def import_sides(request: ImportRequest, out: Path, say: Callable[[str], None]) 
     out.mkdir(parents=True, exist_ok=True)
     try:
         known: dict[SequenceKey, TokenIds] = {}
+        quantized: set[str] = set()
         if request.run is not None:
             for spec in kept:
                 _copy_trace(request.run, spec, out)
@@ -162,8 +164,10 @@ def import_sides(request: ImportRequest, out: Path, say: Callable[[str], None]) 
             known |= {keys[s.id]: known.get(keys[s.id], s.token_ids) for s in side.sequences}
             writer = SideWriter(out, spec, side, keys)
             writer.write()
+            quantized |= writer.quantized
             _report(spec, side, writer.count, say)
-        plan = _plan(base, facts, [*specs, *kept], [side for _, side in sides], known)
+        engines = [*specs, *kept]
+        plan = _plan(base, facts, engines, [side for _, side in sides], known, quantized)
         write_plan(plan, out)
         compare(out)
     except BaseException:
@@ -294,6 +298,7 @@ def _plan(
     engines: list[EngineSpec],
     sides: list[ImportedSide],
     known: dict[SequenceKey, TokenIds],
+    quantized: set[str],
 ) -> Plan:
     engines = sorted(engines, key=lambda spec: spec.role != "learner")
     if base is not None:
@@ -312,7 +317,7 @@ def _plan(
         probes=probes,
         dtype=dtypes.pop() if len(dtypes) == 1 else "unknown",
         quantize="unknown",
-        quantized=(),
+        quantized=tuple(sorted(quantized, key=natural_key)),
         export_recipe="unknown",
         modes=("score",),
         capture=CaptureSpec(),

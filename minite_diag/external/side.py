@@ -107,6 +107,7 @@ class SideWriter:
         self._kinds: set[str] = set()
         self._has_experts = False
         self.count = 0
+        self.quantized: set[str] = set()
 
     def write(self) -> None:
         """Calls, tensors, tokens, manifest; raises UsageError for what doesn't fit."""
@@ -140,6 +141,8 @@ class SideWriter:
         kind = public_kind(item.kind)
         self._layout(item, kind)
         self._kinds.add(kind)
+        if kind in ("weight_codes", "act_codes"):
+            self.quantized.update(item.module.fqns)
         self._has_experts |= item.module.is_expert
         if item.call == STATIC:
             if kind not in STATIC_KINDS:

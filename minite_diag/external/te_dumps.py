@@ -13,9 +13,10 @@ Knows files and names; no engine. Invariant: which token each row is comes from 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +37,7 @@ from minite_diag.external.modules import TABLES, HeadCounts, Module, ModuleTable
 from minite_diag.external.sequences import Call, ExternalSequence, Token
 from minite_diag.external.sharded import Held, ShardGroups
 from minite_diag.external.side import STATIC, ImportedSide
-from minite_diag.external.tensor_files import Loader, is_plain_tensor, load_pt
+from minite_diag.external.tensor_files import is_plain_tensor, load_pt
 from minite_kernels.nvfp4.layout import unswizzle_scale
 from minite_kernels.nvfp4.quantize import global_scale
 
@@ -44,11 +45,16 @@ DUMPS: Final = "tensor_dumps"
 STATISTICS: Final = "nvdlfw_inspect_statistics_logs"
 E4M3_MAX: Final = 448
 BLOCK: Final = 16
+NVFP4_KINDS: Final = ("codes", "block_scale", "global_decode_scale")
 KINDS: Final = {"activation": "input", "weight": "weight", "output": "output"}
 _FILE: Final = re.compile(r"(.+)_(activation|weight|output|gradient|wgrad|dgrad)\.pt", re.S)
 _ITERATION: Final = re.compile(r"iter_(\d{6,})")
 _RANK: Final = re.compile(r"rank_(\d+)")
 _TENSOR: Final = "transformer_engine.pytorch.tensor"
+
+
+Parts = Callable[[Path], dict[str, Any]]
+"""What a file of DumpTensors holds."""
 
 
 class Number(int):
@@ -265,6 +271,7 @@ def _add_files(
     manifest: Manifest, files: list[DumpFile], groups: ShardGroups, steps: dict[int, int]
 ) -> None:
     table = ModuleTable(manifest.rules, sanitized=True)
+    parts = functools.lru_cache(maxsize=2)(_parts)
     weights: dict[tuple[int, str], int] = {}
     for file in files:
         rank = manifest.ranks[file.rank]
@@ -277,50 +284,69 @@ def _add_files(
             groups.left_out[f"iteration {file.iteration}"] = "its tokens are not given"
         elif weights.setdefault((file.rank, file.layer), file.iteration) != file.iteration:
             if file.tensor != "weight":
-                _add(file, module, rank, groups, steps)
+                _add(parts, file, module, rank, groups, steps)
             else:
                 groups.left_out[f"{file.layer} weight of iteration {file.iteration}"] = (
                     f"the one of iteration {weights[file.rank, file.layer]} is read"
                 )
         else:
-            _add(file, module, rank, groups, steps)
+            _add(parts, file, module, rank, groups, steps)
 
 
 def _add(
-    file: DumpFile, module: Module, rank: Rank, groups: ShardGroups, steps: dict[int, int]
+    parts: Parts,
+    file: DumpFile,
+    module: Module,
+    rank: Rank,
+    groups: ShardGroups,
+    steps: dict[int, int],
 ) -> None:
     """Enter the tensors of one file."""
     call = STATIC if file.tensor == "weight" else steps[file.iteration]
-    found = load_pt(file.path, STAND_INS)
-    if not isinstance(found, dict) or not found.keys() <= {"high_precision", "quantized"}:
-        raise UsageError(
-            f"{file.path} is no dict of high_precision and quantized",
-            "Transformer Engine's DumpTensors writes that",
-        )
+    found = parts(file.path)
     kind = output_kind(module) if file.tensor == "output" else KINDS[file.tensor]
     where = str(file.path)
-    if "high_precision" in found:
-        groups.add(call, module, kind, Held(rank, _plain(found["high_precision"], where), where))
+
+    def enter(kind: str, name: str) -> None:
+        groups.add(call, module, kind, Held(rank, lambda: _part(parts, file.path, name), where))
+
     quantized = found.get("quantized")
-    if is_plain_tensor(quantized) and "high_precision" not in found:
-        # Without quantization both are the module's own tensor.
-        groups.add(call, module, kind, Held(rank, _plain(quantized, where), where))
-    elif isinstance(quantized, Nvfp4Parts):
+    if "high_precision" in found:
+        enter(kind, "high_precision")
+    elif is_plain_tensor(quantized):
+        enter(kind, "quantized")  # without quantization both are the module's own tensor
+    if isinstance(quantized, Nvfp4Parts):
         prefix = "weight" if file.tensor == "weight" else "act"
         reason = unusable(quantized)
         if reason is not None:
             groups.left_out[f"{file.layer} {file.tensor} quantized"] = reason
             return
-        for name, tensor in nvfp4_tensors(quantized, prefix, where).items():
-            groups.add(call, module, f"{prefix}_{name}", Held(rank, _plain(tensor, where), where))
+        for name in NVFP4_KINDS:
+            enter(f"{prefix}_{name}", name)
     elif quantized is not None and not is_plain_tensor(quantized):
         groups.left_out[f"{file.layer} {file.tensor} quantized"] = "FP8 tensors have no site"
 
 
-def _plain(value: Any, where: str) -> Loader:
+def _parts(file: Path) -> dict[str, Any]:
+    """What a file holds; its pages stay on disk until they are asked for."""
+    found = load_pt(file, STAND_INS)
+    if not isinstance(found, dict) or not found.keys() <= {"high_precision", "quantized"}:
+        raise UsageError(
+            f"{file} is no dict of high_precision and quantized",
+            "Transformer Engine's DumpTensors writes that",
+        )
+    return found
+
+
+def _part(parts: Parts, file: Path, name: str) -> torch.Tensor:
+    """A tensor of a file: high_precision, quantized, or one of NVFP4_KINDS."""
+    found = parts(file)
+    value: Any = found.get(name)
+    if name in NVFP4_KINDS:
+        value = nvfp4_tensors(found["quantized"], str(file))[name]
     if not is_plain_tensor(value):
-        raise UsageError(f"{where}: a {type(value).__name__}, not a tensor", "dump it again")
-    return lambda: value.detach()
+        raise UsageError(f"{file}: a {type(value).__name__}, not a tensor", "dump it again")
+    return torch.Tensor.detach(value)
 
 
 def unusable(parts: Nvfp4Parts) -> str | None:
@@ -332,7 +358,7 @@ def unusable(parts: Nvfp4Parts) -> str | None:
     return None
 
 
-def nvfp4_tensors(parts: Nvfp4Parts, role: str, where: str) -> dict[str, torch.Tensor]:
+def nvfp4_tensors(parts: Nvfp4Parts, where: str) -> dict[str, torch.Tensor]:
     """Codes [M, K/2], block_scale [M, K/16] without padding, global_decode_scale [] or [M]."""
     codes, scale, amax = parts.codes, parts.block_scale, parts.amax
     assert codes is not None
@@ -354,7 +380,6 @@ def nvfp4_tensors(parts: Nvfp4Parts, role: str, where: str) -> dict[str, torch.T
     decode = global_scale(
         torch.empty(rows, codes.shape[1] * 2, dtype=torch.bfloat16),
         "te-row-scaled" if parts.is_row_scaled else "te",
-        role="weight" if role == "weight" else "activation",
         amax=one,
     ).decode
     return {"codes": codes, "block_scale": scale, "global_decode_scale": decode}

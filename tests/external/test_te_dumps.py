@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from minite_diag.attribute.stage import attribute
 from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external.modules import HeadCounts
@@ -38,11 +39,12 @@ def copy_of(case, tmp_path, step=None):
     return folder
 
 
-def model_of(tmp_path):
+def model_of(tmp_path, heads=4, groups=2, head_dim=8):
     """A checkpoint's folder, as far as an import reads it."""
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 1000}
+    config = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
+    config["vocab_size"] = 1000
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -115,6 +117,24 @@ def test_codes_and_scales_of_real_nvfp4_tensors(tmp_path):
         )
 
 
+def test_nvfp4_dumps_are_attributed(tmp_path):
+    """The recipe of the dumped codes is found in them: the wheel's reference on a GPU."""
+    folders = [copy_of("nvfp4-tensor", tmp_path / name) for name in ("a", "b")]
+    # Tiles of 16 rows lie inside of a head, as they do in any model of some size.
+    model = model_of(tmp_path, 2, 1, 16)
+    request = ImportRequest(learner=folders[0], samplers=(folders[1],), model=model)
+    plan = import_traces(request, tmp_path / "run", lambda text: None)
+    assert plan.quantized == tuple(f"model.layers.0.self_attn.{n}_proj" for n in "kqv")
+    found = attribute(tmp_path / "run", lambda spec, event: None)["pairs"][0]
+    assert found["comparable"]
+    contracts = {contract["engine"]: contract for contract in found["contracts"]}
+    assert set(contracts) == {"learner-external", "sampler-external"}
+    for contract in contracts.values():
+        for operand in ("weight", "activation"):
+            assert "te" in json.dumps(contract[operand]), contract
+    assert not [f for f in found["findings"] if f["code"] == "MD199"]
+
+
 def test_what_has_no_site_is_said(tmp_path):
     for case, kind in (("fp8-current", "input"), ("fp8-block", "input")):
         side, tensors = by_site(copy_of(case, tmp_path))
@@ -165,13 +185,13 @@ def test_swizzled_and_padded_scales():
     swizzled = swizzle_scale(scale, "128x4").reshape(128, 8)
     other = Nvfp4Parts((20, 96), q.codes, swizzled, None, None, amax, None, is_swizzled=True)
     for parts in (plain, other):
-        found = nvfp4_tensors(parts, "act", "x")
+        found = nvfp4_tensors(parts, "x")
         assert torch.equal(bits(found["block_scale"]), scale)
         assert torch.equal(found["global_decode_scale"], q.global_decode_scale)
     one_sided = Nvfp4Parts((20, 96), None, None, q.codes, padded, None, amax)
     assert unusable(one_sided) == "it holds the transposed copy only"
     with pytest.raises(UsageError, match="with scales"):
-        nvfp4_tensors(Nvfp4Parts((20, 96), q.codes, padded[:8], None, None, amax, None), "act", "x")
+        nvfp4_tensors(Nvfp4Parts((20, 96), q.codes, padded[:8], None, None, amax, None), "x")
 
 
 class Runs:
