@@ -1,6 +1,5 @@
 """One small real trace: a Qwen3-MoE with random weights in the engine `hf`, twice, as a run."""
 
-import dataclasses
 import io
 import json
 import sys
@@ -52,9 +51,20 @@ def moe_checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def hf_run(moe_checkpoint, tmp_path_factory):
     """Learner hf and sampler hf: the same model, so that all that differs is what is imported."""
-    run = tmp_path_factory.mktemp("hf") / "run"
+    return captured(tmp_path_factory.mktemp("hf") / "run", "hf", moe_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def te_run(moe_checkpoint, tmp_path_factory):
+    """Learner te and sampler te, attention quantized to NVFP4."""
+    names = [f"model.layers.{i}.self_attn.{n}_proj" for i in (0, 1) for n in "qkvo"]
+    return captured(tmp_path_factory.mktemp("te") / "run", "te", moe_checkpoint, names)
+
+
+def captured(run, engine, moe_checkpoint, quantized=()):
+    """A run of one engine as learner and as sampler, in this process."""
     engines = tuple(
-        EngineSpec(f"{role}-hf", role, "hf", sys.executable, str(moe_checkpoint), "bf16")
+        EngineSpec(f"{role}-{engine}", role, engine, sys.executable, str(moe_checkpoint), "bf16")
         for role in ("learner", "sampler")
     )
     plan = Plan(
@@ -62,8 +72,8 @@ def hf_run(moe_checkpoint, tmp_path_factory):
         engines=engines,
         probes=tuple(Probe.make(name, ids, 4) for name, ids in TOKENS.items()),
         dtype="bfloat16",
-        quantize="none",
-        quantized=(),
+        quantize="default" if quantized else "none",
+        quantized=tuple(quantized),
         export_recipe="modelopt",
         modes=("score",),
         capture=CaptureSpec(top_k=4),
@@ -87,7 +97,3 @@ def as_json():
         file.write_text(json.dumps(record))
 
     return change
-
-
-def replaced(plan, **changes):
-    return dataclasses.replace(plan, **changes)

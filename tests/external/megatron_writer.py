@@ -41,6 +41,10 @@ class MegatronWriter:
     def static(self, fqn, kind="weight"):
         return read_site(self.trace, self.sites[STATIC][Site(fqn, kind)]).tensor
 
+    def has(self, fqn, kind):
+        key = SequenceKey("score", "", next(iter(self.tokens)))
+        return Site(fqn, kind) in self.sites[key]
+
     def of_sequence(self, name, fqn, kind):
         pieces = self.sites[SequenceKey("score", "", name)].get(Site(fqn, kind))
         return read_site(self.trace, pieces) if pieces else None
@@ -67,9 +71,14 @@ class MegatronWriter:
             return None
         first = found[0].tensor
         fill = float("nan") if first.is_floating_point() else -1
-        rows = torch.full((total, *first.shape[1:]), fill, dtype=first.dtype)
+        is_number = found[0].positions is None  # a scale of the whole sequence: one for each row
+        shape = () if is_number else first.shape[1:]
+        rows = torch.full((total, *shape), 0, dtype=first.dtype)
+        if first.element_size() > 1:
+            rows.fill_(fill)
         for name, site in zip(batch, found, strict=True):
-            index = torch.tensor([place(name, int(p)) for p in site.positions])
+            positions = range(len(self.tokens[name])) if is_number else site.positions
+            index = torch.tensor([place(name, int(p)) for p in positions])
             rows[index] = site.tensor
         return rows
 
@@ -120,10 +129,18 @@ class MegatronWriter:
         for i in range(LAYERS):
             hf, mg = f"model.layers.{i}", f"decoder.layers.{i}"
             names = [f"{hf}.self_attn.{n}_proj" for n in "qkv"]
-            whole = self.qkv_order(*map(self.static, names))
-            self.everywhere(f"{mg}.self_attention.linear_qkv:weight", whole, 0)
-            proj = self.static(f"{hf}.self_attn.o_proj")
-            self.everywhere(f"{mg}.self_attention.linear_proj:weight", proj, 1)
+            for kind in ("weight", "weight_codes", "weight_block_scale"):
+                if Site(names[0], kind) not in self.sites[STATIC]:
+                    continue
+                whole = self.qkv_order(*(self.static(name, kind) for name in names))
+                self.everywhere(f"{mg}.self_attention.linear_qkv:{kind}", whole, 0)
+                proj = self.static(f"{hf}.self_attn.o_proj", kind)
+                self.everywhere(f"{mg}.self_attention.linear_proj:{kind}", proj, 1)
+            kind = "weight_global_decode_scale"
+            if Site(names[0], kind) in self.sites[STATIC]:
+                for theirs, name in (("qkv", names[0]), ("proj", f"{hf}.self_attn.o_proj")):
+                    key = f"{mg}.self_attention.linear_{theirs}:{kind}"
+                    self.everywhere(key, self.static(name, kind), "same")
             for theirs, ours in (
                 ("input_layernorm", "input_layernorm"),
                 ("self_attention.q_layernorm", "self_attn.q_norm"),
@@ -175,6 +192,12 @@ class MegatronWriter:
                 put(f"{mg}.self_attention.{name}", f"{hf}.self_attn.{ours}", "output", 1)
             put(f"{mg}.self_attention.linear_proj", f"{hf}.self_attn.o_proj", "input", 1)
             put(f"{mg}.self_attention.linear_proj", f"{hf}.self_attn.o_proj", "output", spread)
+            for theirs, name, how in (("qkv", "q_proj", spread), ("proj", "o_proj", 1)):
+                for kind in ("act_codes", "act_block_scale", "act_global_decode_scale"):
+                    if self.has(f"{hf}.self_attn.{name}", kind):
+                        module = f"{mg}.self_attention.linear_{theirs}"
+                        one = kind.endswith("decode_scale")
+                        put(module, f"{hf}.self_attn.{name}", kind, "same" if one else how)
             put(f"{mg}.mlp.router", f"{hf}.mlp.gate", "input", spread)
             put(f"{mg}.mlp.router", f"{hf}.mlp.gate", "router_logits", spread)
             for kind in ("input", "output", "topk_ids", "topk_weights"):

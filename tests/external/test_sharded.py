@@ -12,6 +12,7 @@ import torch
 from command import minite
 from safetensors.torch import load_file, save_file
 
+from minite_diag.attribute.stage import attribute
 from minite_diag.errors import UsageError
 from minite_diag.external import manifest as manifest_module
 from minite_diag.external.manifest import read_manifest
@@ -90,6 +91,26 @@ def test_every_site_and_logprob_is_bitwise_equal(variant, dump, hf_run, tmp_path
     assert set(map(tuple, rows[place].to_numpy())) == set(map(tuple, before[place].to_numpy()))
     assert len(logprobs) == sum(len(ids) - 1 for ids in TOKENS.values())
     assert (logprobs["baseline_logprob"] == logprobs["target_logprob"]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor": 2}])
+def test_codes_and_scales_of_a_quantized_learner(options, te_run, tmp_path):
+    """NVFP4 of te-ref, cut by rows and by blocks: bits, recipe and findings stay the same."""
+    writer = MegatronWriter(Trace(te_run / "traces" / "learner-te"), TOKENS, **options)
+    rows, _ = imported(writer.write(tmp_path / "dump"), te_run, tmp_path / "run")
+    skipped = rows[rows["status"] == "skipped"]
+    assert not len(skipped), skipped[["fqn", "kind", "reason"]].to_string()
+    assert set(rows["bitwise_fraction"].dropna()) == {1.0}
+    assert set(rows["mismatch_rate"].dropna()) == {0.0}
+    kinds = {"weight_codes", "weight_block_scale", "act_codes", "act_block_scale"}
+    assert kinds <= set(rows["kind"])
+    found = attribute(tmp_path / "run", lambda spec, event: None)["pairs"][0]
+    mine, theirs = found["contracts"]
+    assert mine["engine"] == "learner-external"
+    for operand in ("weight", "activation", "gemm"):
+        assert mine[operand]["recipe"] == theirs[operand]["recipe"], operand
+    before = attribute(te_run, lambda spec, event: None)["pairs"][0]
+    assert [f["code"] for f in found["findings"]] == [f["code"] for f in before["findings"]]
 
 
 def test_a_wrong_interleave_is_seen_where_it_is(dump, hf_run, tmp_path):
