@@ -8,6 +8,7 @@ swizzles it, and every scale is one that SGLang computed.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -101,7 +102,10 @@ def _register_modelopt_experts(recipe: Recipe) -> None:
     replace(f"{experts}.apply", apply_experts)
 
 
+@functools.cache
 def _allow_compressed_tensors() -> None:
+    """Once a process: linears and experts may be registered one after the other."""
+
     def supported(native: Any, config: Any, capability: int, error: bool = True) -> bool:
         return capability >= 100 or bool(native(config, capability, error))
 
