@@ -51,7 +51,7 @@ class Shard:
 
 
 class RanksDiffer(Exception):
-    """A number that has to be one for the whole tensor is another one on another rank."""
+    """Ranks hold different bytes of what should be one, and no rank has the whole."""
 
 
 def is_spread(module: Module, kind: str) -> str:
@@ -87,7 +87,7 @@ def _row_parallel(module: Module, kind: str) -> str:
 def join(module: Module, kind: str, shards: Sequence[Shard], tensor_ranks: int) -> torch.Tensor:
     """One data rank's shards -> its tensor; raises UsageError naming what is missing or differs.
 
-    Raises RanksDiffer for a global scale that each rank has for itself.
+    Raises RanksDiffer for a global scale, or a sum, that each rank has for itself.
     """
     by_rank = _by_tensor_rank(module, kind, shards)
     how = is_spread(module, kind)
@@ -102,7 +102,10 @@ def join(module: Module, kind: str, shards: Sequence[Shard], tensor_ranks: int) 
     if len(ordered) == 1:
         return ordered[0].tensor
     if how in ("same", "one"):
-        return _same(module, kind, ordered, is_number=how == "one")
+        apart = "quantized its own part" if how == "one" else None
+        if module.rule.may_be_partial and kind == "output":
+            apart = "has its own sum, and they are added later"
+        return _same(module, kind, ordered, apart)
     if how == "sum":
         total = torch.stack([_like(shard, ordered[0]).float() for shard in ordered]).sum(0)
         return total.to(ordered[0].tensor.dtype)
@@ -115,20 +118,25 @@ def _by_tensor_rank(module: Module, kind: str, shards: Sequence[Shard]) -> dict[
     for shard in shards:
         rank = shard.rank.expert_tensor if module.is_expert else shard.rank.tensor
         if rank in found:
-            _same(module, kind, [found[rank], shard], is_number=False)
+            _same(module, kind, [found[rank], shard])
         else:
             found[rank] = shard
     return found
 
 
-def _same(module: Module, kind: str, shards: Sequence[Shard], *, is_number: bool) -> torch.Tensor:
+def _same(
+    module: Module, kind: str, shards: Sequence[Shard], apart: str | None = None
+) -> torch.Tensor:
+    """The tensor that all shards are; `apart`: what each rank did where they may differ."""
     first, *rest = shards
     for other in rest:
         if not is_bitwise_equal(first.tensor, other.tensor):
-            said = f"{module.native}:{kind} differs between {first.where} and {other.where}"
-            if is_number:
-                raise RanksDiffer(f"{said}: each rank quantized its own part")
-            raise UsageError(said, "it should be the same on both: correct `parallel`, or the dump")
+            if apart is not None:
+                raise RanksDiffer(f"{first.rank.name} and {other.rank.name} differ: each {apart}")
+            raise UsageError(
+                f"{module.native}:{kind} differs between {first.where} and {other.where}",
+                "it should be the same on both: correct `parallel`, or the dump",
+            )
     return first.tensor
 
 

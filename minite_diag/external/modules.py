@@ -47,7 +47,8 @@ class HeadCounts:
 class ModuleRule:
     """One kind of module; `native` and `fqns` may hold {layer} and {expert}.
 
-    `partial`: the output of a row-parallel module was dumped before the ranks' sums were added.
+    `partial`: the output of a row-parallel module was dumped before the ranks' sums were added;
+    `may_be_partial`: it may have been, and then no rank has the output.
     `sequence_parallel`: rows are spread over the tensor ranks where Megatron spreads them.
     """
 
@@ -57,6 +58,7 @@ class ModuleRule:
     split: str = "none"
     sequence_parallel: bool = False
     partial: bool = False
+    may_be_partial: bool = False
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,15 @@ def _best_table(dumps: list[Dumped]) -> tuple[ModuleRule, ...]:
         return sum(table.find(name) is not None for name in modules)
 
     best = max(TABLES.values(), key=known)
-    # SGLang gathers the logits of all ranks before a hook sees them.
-    return tuple(
-        dataclasses.replace(rule, parallel="replicated") if rule.native == "lm_head" else rule
-        for rule in best
-    )
+    return tuple(_as_served(rule) for rule in best)
+
+
+def _as_served(rule: ModuleRule) -> ModuleRule:
+    """SGLang gathers the logits before a hook sees them, and adds ranks' sums as late as it can."""
+    if rule.native == "lm_head":
+        return dataclasses.replace(rule, parallel="replicated")
+    is_sum = rule.parallel == "row" or rule.native.endswith(".mlp.experts")
+    return dataclasses.replace(rule, may_be_partial=is_sum and rule.native.startswith("model."))
 
 
 def _place(name: str) -> tuple[str, str, str] | None:

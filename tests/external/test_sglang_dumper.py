@@ -17,6 +17,7 @@ from minite_diag.cli import app
 from minite_diag.environments import engine_python
 from minite_diag.errors import UsageError
 from minite_diag.external.run import ImportRequest, detect_format, import_traces
+from minite_diag.plan import read_plan
 from minite_diag.trace.store import Trace
 from tests.engines.conftest import build_model, token_ids
 from tests.external.conftest import TOKENS
@@ -177,13 +178,19 @@ def test_a_training_side_dumped_with_sglangs_dumper(hf_run, site, tmp_path):
     for i in range(LAYERS):  # by hand instead
         del tensors[0][f"decoder.layers.{i}.self_attention.core_attention:output"]
     dump = replay(tmp_path / "dump", site, tensors, packed_arguments(), named)
-    import_traces(ImportRequest(learner=dump, run=hf_run), tmp_path / "run", lambda _: None)
+    request = ImportRequest(learner=dump, run=hf_run)
+    import_traces(request, tmp_path / "run", lambda _: None)
+    plan = read_plan(hf_run)
     rows = rows_of(tmp_path / "run")
     assert set(rows["bitwise_fraction"]) == {1.0}
     names = set(rows["fqn"] + ":" + rows["kind"])
     for part in ("q_proj:output", "k_proj:weight", "o_proj:input", "attn:output", "q_norm:output"):
         assert f"model.layers.1.self_attn.{part}" in names
     assert {"model.norm:input", "model.embed_tokens:weight"} <= names
+
+    both = ImportRequest(learner=dump, samplers=(dump,), model=Path(plan.engines[0].checkpoint))
+    import_traces(both, tmp_path / "both", lambda _: None)
+    assert set(rows_of(tmp_path / "both")["bitwise_fraction"]) == {1.0}
 
 
 def test_tensor_parallel_ranks_of_a_dump_are_joined(hf_run, site, tmp_path):

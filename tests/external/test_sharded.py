@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from minite_diag.attribute.stage import attribute
 from minite_diag.errors import UsageError
 from minite_diag.external import manifest as manifest_module
+from minite_diag.external.join import Rank, RanksDiffer, Shard, join
 from minite_diag.external.manifest import read_manifest
-from minite_diag.external.modules import PARALLEL, SPLITS, TABLES
+from minite_diag.external.modules import PARALLEL, SPLITS, TABLES, ModuleRule, ModuleTable
 from minite_diag.external.run import FORMATS, ImportRequest, import_traces
 from minite_diag.trace.store import Trace
 from tests.external.conftest import TOKENS
@@ -158,6 +159,38 @@ def test_a_dump_without_logprobs_takes_them_from_its_logits(dump, hf_run, tmp_pa
     assert gap < 1e-5
     settings = Trace(tmp_path / "run/traces/learner-external").manifest["settings"]
     assert settings["logprobs"] == "FP32 log-softmax of the dumped logits"
+
+
+def test_sums_of_ranks_are_added_where_the_manifest_says_so(dump, hf_run, tmp_path, as_json):
+    folder = dump("tp2-ep2")
+    name = "decoder.layers.{layer}.self_attention.linear_proj"
+    rules = sp_rules()
+    for rule in rules:
+        rule.pop("sequence_parallel", None)
+        if rule["native"] == name:
+            rule["partial"] = True
+    as_json(folder / "manifest.json", _key("modules", rules))
+    tensors = load_file(folder / "rank-1.safetensors")
+    for layer in (0, 1):
+        tensors[f"step-0/{name.replace('{layer}', str(layer))}:output"].zero_()
+    save_file(tensors, folder / "rank-1.safetensors")
+    rows, _ = imported(folder, hf_run, tmp_path / "run")
+    assert set(rows["bitwise_fraction"].dropna()) == {1.0}
+    assert "o_proj" in set(rows["fqn"].str.rpartition(".")[2])
+
+
+def test_what_only_all_ranks_together_have_is_skipped():
+    """SGLang adds sums as late as it can; a global scale belongs to what its rank quantized."""
+    name = "model.layers.{layer}.self_attn.o_proj"
+    table = ModuleTable([ModuleRule(name, (name,), "row", may_be_partial=True)])
+    module = table.find("model.layers.3.self_attn.o_proj")
+    shards = [Shard(Rank(f"rank {i}", tensor=i), torch.full((2, 2), i), "file") for i in (0, 1)]
+    with pytest.raises(RanksDiffer, match="rank 0 and rank 1 differ: each has its own sum"):
+        join(module, "output", shards, 2)
+    numbers = [Shard(s.rank, s.tensor[0, 0].float(), s.where) for s in shards]
+    with pytest.raises(RanksDiffer, match="each quantized its own part"):
+        join(module, "act_global_decode_scale", numbers, 2)
+    assert join(module, "input", shards, 2).shape == (2, 4)
 
 
 def edit(folder, change):
