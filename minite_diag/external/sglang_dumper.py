@@ -32,7 +32,7 @@ from minite_diag.external.modules import (
 )
 from minite_diag.external.sequences import Call
 from minite_diag.external.sglang_tokens import FIELDS, Dumped, Steps, read_steps, steps_of
-from minite_diag.external.sharded import ROWS, Held, ShardGroups
+from minite_diag.external.sharded import EXPERT_ROWS, ROWS, Held, ShardGroups
 from minite_diag.external.side import STATIC, ImportedSide
 from minite_diag.site import KINDS, STATIC_KINDS
 
@@ -244,7 +244,10 @@ class _Reader:
         if not found:
             self.groups.left_out.setdefault(dumped.name, "its name says no site")
         for module, kind in found:
-            self._enter(dumped, module, kind)
+            if module.is_expert and kind not in STATIC_KINDS:
+                self.groups.left_out.setdefault(dumped.name, EXPERT_ROWS)
+            else:
+                self._enter(dumped, module, kind)
 
     def _sites(self, name: str) -> list[tuple[str, str]]:
         """(module, kind) of a dumped name; a name may also say them itself, as MODULE:KIND."""

@@ -25,6 +25,8 @@ from minite_diag.site import KINDS, STATIC_KINDS
 
 ROWS: Final = "rows"
 """Native kind: which rows of the call a routed module saw."""
+EXPERT_ROWS: Final = "which tokens an expert saw is not in the dump"
+"""Why a dump without `rows` has no activations of experts."""
 NATIVE_KINDS: Final = (*KINDS, *ENCODE_KINDS, ROWS)
 _LAST: Final = ("output", "router_logits", "topk_ids", "topk_weights", "logits")
 _KIND_ORDER: Final = {

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +35,7 @@ from minite_diag.external.manifest import (
 )
 from minite_diag.external.modules import TABLES, HeadCounts, Module, ModuleTable, output_kind
 from minite_diag.external.sequences import Call, ExternalSequence, Token
-from minite_diag.external.sharded import Held, ShardGroups
+from minite_diag.external.sharded import EXPERT_ROWS, Held, ShardGroups
 from minite_diag.external.side import STATIC, ImportedSide
 from minite_diag.external.tensor_files import is_plain_tensor, load_pt
 from minite_kernels.nvfp4.layout import unswizzle_scale
@@ -51,10 +51,6 @@ _FILE: Final = re.compile(r"(.+)_(activation|weight|output|gradient|wgrad|dgrad)
 _ITERATION: Final = re.compile(r"iter_(\d{6,})")
 _RANK: Final = re.compile(r"rank_(\d+)")
 _TENSOR: Final = "transformer_engine.pytorch.tensor"
-
-
-Parts = Callable[[Path], dict[str, Any]]
-"""What a file of DumpTensors holds."""
 
 
 class Number(int):
@@ -143,7 +139,9 @@ def read_te_dumps(folder: Path, counts: HeadCounts) -> ImportedSide:
         sequences, calls, steps = _tokens(folder, iterations)
     manifest = _manifest(folder, own, files, calls)
     groups = ShardGroups(manifest, left_out)
-    _add_files(manifest, files, groups, steps)
+    reader = _Reader(manifest, groups, steps)
+    for file in files:
+        reader.add(file)
     if not len(groups):
         raise UsageError(
             f"{folder}: no layer has a known name; there is {next(iter(left_out), 'nothing')}",
@@ -267,64 +265,64 @@ def _manifest(
     return dataclasses.replace(base, ranks=ranks, rules=rules, calls=tuple(calls))
 
 
-def _add_files(
-    manifest: Manifest, files: list[DumpFile], groups: ShardGroups, steps: dict[int, int]
-) -> None:
-    table = ModuleTable(manifest.rules, sanitized=True)
-    parts = functools.lru_cache(maxsize=2)(_parts)
-    weights: dict[tuple[int, str], int] = {}
-    for file in files:
-        rank = manifest.ranks[file.rank]
-        module = table.find(file.layer, rank.layer_offset, (rank.experts or (0, 0))[0])
+class _Reader:
+    """Gives each file its module and kinds, and its iteration the call."""
+
+    def __init__(self, manifest: Manifest, groups: ShardGroups, steps: dict[int, int]) -> None:
+        self.manifest, self.groups, self.steps = manifest, groups, steps
+        self.table = ModuleTable(manifest.rules, sanitized=True)
+        self._parts = functools.lru_cache(maxsize=2)(_parts)
+        self._weights: dict[tuple[int, str], int] = {}
+
+    def add(self, file: DumpFile) -> None:
+        """Enter a file, or say why it is left out."""
+        rank = self.manifest.ranks[file.rank]
+        module = self.table.find(file.layer, rank.layer_offset, (rank.experts or (0, 0))[0])
         if module is None:
-            groups.left_out.setdefault(file.layer, "no module has this name")
-        elif file.tensor not in KINDS:
-            groups.left_out[f"{file.layer} {file.tensor}"] = "gradients have no site"
-        elif file.iteration not in steps:
-            groups.left_out[f"iteration {file.iteration}"] = "its tokens are not given"
-        elif weights.setdefault((file.rank, file.layer), file.iteration) != file.iteration:
-            if file.tensor != "weight":
-                _add(parts, file, module, rank, groups, steps)
-            else:
-                groups.left_out[f"{file.layer} weight of iteration {file.iteration}"] = (
-                    f"the one of iteration {weights[file.rank, file.layer]} is read"
-                )
+            self.groups.left_out.setdefault(file.layer, "no module has this name")
+            return
+        reason = self._reason(file, module)
+        if reason is None:
+            self._enter(file, module, rank)
         else:
-            _add(parts, file, module, rank, groups, steps)
+            what = f"{file.layer} {file.tensor} of iteration {file.iteration}"
+            self.groups.left_out.setdefault(what, reason)
 
+    def _reason(self, file: DumpFile, module: Module) -> str | None:
+        if file.tensor not in KINDS:
+            return "gradients have no site"
+        if file.iteration not in self.steps:
+            return "the tokens of its iteration are not given"
+        if file.tensor != "weight":
+            return EXPERT_ROWS if module.is_expert else None
+        first = self._weights.setdefault((file.rank, file.layer), file.iteration)
+        return None if first == file.iteration else f"the weight of iteration {first} is read"
 
-def _add(
-    parts: Parts,
-    file: DumpFile,
-    module: Module,
-    rank: Rank,
-    groups: ShardGroups,
-    steps: dict[int, int],
-) -> None:
-    """Enter the tensors of one file."""
-    call = STATIC if file.tensor == "weight" else steps[file.iteration]
-    found = parts(file.path)
-    kind = output_kind(module) if file.tensor == "output" else KINDS[file.tensor]
-    where = str(file.path)
+    def _enter(self, file: DumpFile, module: Module, rank: Rank) -> None:
+        call = STATIC if file.tensor == "weight" else self.steps[file.iteration]
+        found = self._parts(file.path)
 
-    def enter(kind: str, name: str) -> None:
-        groups.add(call, module, kind, Held(rank, lambda: _part(parts, file.path, name), where))
+        def enter(kind: str, name: str) -> None:
+            def load() -> torch.Tensor:
+                return _part(self._parts(file.path), file.path, name)
 
-    quantized = found.get("quantized")
-    if "high_precision" in found:
-        enter(kind, "high_precision")
-    elif is_plain_tensor(quantized):
-        enter(kind, "quantized")  # without quantization both are the module's own tensor
-    if isinstance(quantized, Nvfp4Parts):
-        prefix = "weight" if file.tensor == "weight" else "act"
+            self.groups.add(call, module, kind, Held(rank, load, str(file.path)))
+
+        kind = output_kind(module) if file.tensor == "output" else KINDS[file.tensor]
+        quantized = found.get("quantized")
+        if "high_precision" in found:
+            enter(kind, "high_precision")
+        elif is_plain_tensor(quantized):
+            enter(kind, "quantized")  # without quantization both are the module's own tensor
+        if quantized is None or is_plain_tensor(quantized):
+            return
         reason = unusable(quantized)
         if reason is not None:
-            groups.left_out[f"{file.layer} {file.tensor} quantized"] = reason
+            self.groups.left_out[f"{file.layer} {file.tensor} quantized"] = reason
             return
+        prefix = "weight" if file.tensor == "weight" else "act"
         for name in NVFP4_KINDS:
             enter(f"{prefix}_{name}", name)
-    elif quantized is not None and not is_plain_tensor(quantized):
-        groups.left_out[f"{file.layer} {file.tensor} quantized"] = "FP8 tensors have no site"
 
 
 def _parts(file: Path) -> dict[str, Any]:
@@ -338,9 +336,8 @@ def _parts(file: Path) -> dict[str, Any]:
     return found
 
 
-def _part(parts: Parts, file: Path, name: str) -> torch.Tensor:
+def _part(found: dict[str, Any], file: Path, name: str) -> torch.Tensor:
     """A tensor of a file: high_precision, quantized, or one of NVFP4_KINDS."""
-    found = parts(file)
     value: Any = found.get(name)
     if name in NVFP4_KINDS:
         value = nvfp4_tensors(found["quantized"], str(file))[name]
@@ -349,8 +346,10 @@ def _part(parts: Parts, file: Path, name: str) -> torch.Tensor:
     return torch.Tensor.detach(value)
 
 
-def unusable(parts: Nvfp4Parts) -> str | None:
-    """Why the parts of an NVFP4 tensor can't be read as codes and scales of its rows."""
+def unusable(parts: Any) -> str | None:
+    """Why a quantized object can't be read as codes and scales of its rows."""
+    if not isinstance(parts, Nvfp4Parts):
+        return "FP8 tensors have no site"
     if not all(is_plain_tensor(t) for t in (parts.codes, parts.block_scale, parts.amax)):
         return "it holds the transposed copy only"
     if parts.uses_4over6 or parts.e4m3_max != E4M3_MAX:

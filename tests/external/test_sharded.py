@@ -9,10 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from command import minite
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from minite_diag.attribute.stage import attribute
+from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external import manifest as manifest_module
 from minite_diag.external.join import Rank, RanksDiffer, Shard, join
@@ -133,16 +134,18 @@ def test_one_command_imports_gates_and_reports(dump, hf_run, tmp_path):
     """A user's Megatron dump against the sampler of a run, through the command line."""
     folder = dump("tp2-dp2-ep4")
     out = tmp_path / "run"
-    arguments = ("--learner", str(folder), "--run", str(hf_run), "-o", str(out))
-    done = minite("import", *arguments, "--gate", "bitwise", "--json")
+    arguments = ["import", "--learner", str(folder), "--run", str(hf_run), "-o", str(out)]
+    done = CliRunner().invoke(app, [*arguments, "--gate", "bitwise", "--json"])
     summary = json.loads(done.stdout)
-    assert (done.returncode, summary["verdict"]) == (0, "pass"), done.stderr
+    assert (done.exit_code, summary["verdict"]) == (0, "pass"), done.stderr
     pair = summary["pairs"][0]
     assert pair["logprob"]["score"]["equal"] == pair["logprob"]["score"]["tokens"] == 17
-    assert "sharded" in done.stderr
+    assert "2 sequences, 19 tokens (sharded)" in done.stderr
     assert (out / "report.html").exists()
-    again = minite("import", *arguments, "-q")
-    assert (again.returncode, "holds a run already" in again.stderr) == (2, True)
+    gated = CliRunner().invoke(app, ["gate", str(out), "--profile", "bitwise"])
+    assert gated.exit_code == 0, gated.output
+    again = CliRunner().invoke(app, arguments)
+    assert (again.exit_code, "holds a run already" in again.output) == (2, True)
 
 
 def test_a_dump_without_logprobs_takes_them_from_its_logits(dump, hf_run, tmp_path, as_json):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external.modules import HeadCounts
 from minite_diag.external.run import ImportRequest, import_traces
+from minite_diag.external.sharded import EXPERT_ROWS
 from minite_diag.external.te_dumps import Nvfp4Parts, nvfp4_tensors, read_te_dumps, unusable
 from minite_diag.trace.store import Trace
 from minite_kernels.nvfp4.layout import swizzle_scale
@@ -62,6 +64,10 @@ def proof(case, name):
     return torch.load(REAL / case / "proof" / "step-0" / f"{name}.pt", weights_only=True)
 
 
+def said(out):
+    return Trace(out / "traces" / "learner-external").manifest["left_out"]
+
+
 def compared(out):
     rows = pd.read_parquet(out / "comparison.parquet")
     return rows.set_index(["fqn", "kind", "probe"])["bitwise_fraction"]
@@ -72,7 +78,7 @@ def test_a_real_dump_holds_what_hooks_saw(tmp_path):
     for theirs, kind in (("activation", "input"), ("weight", "weight"), ("output", "output")):
         assert torch.equal(bits(tensors[PROJ, kind]), bits(proof("bf16", f"{PROJ}--{theirs}")))
     assert [call.name for call in side.calls] == ["0"]
-    assert "iteration 1" in side.left_out
+    assert "the tokens of its iteration are not given" in side.left_out.values()
 
 
 def test_real_dumps_are_two_sides_of_a_run(tmp_path):
@@ -152,18 +158,25 @@ def test_the_writer_of_the_wheel_gives_a_trace_back(hf_run, tmp_path):
     writer = MegatronWriter(Trace(hf_run / "traces/learner-hf"), TOKENS)
     writer.statics()
     writer.call(0)
+    writer.routed()
     dumps = Dumps(tmp_path / "dump")
     names = {"input": "activation", "output": "output", "weight": "weight"}
     for key, tensor in writer.ranks[0].items():
         layer, _, kind = key.removeprefix("step-0/").rpartition(":")
-        if "linear" in layer and kind in names and "experts" not in layer:
-            dumps.dump(layer, names[kind], tensor, iteration=3)
+        if "linear" in layer and kind in names:
+            grouped = re.sub(r"local_experts\.(\d+)\.(linear_fc\d)", r"\2.gemm_\1", layer)
+            dumps.dump(grouped, names[kind], tensor, iteration=3)
     records = [{"id": name, "token_ids": ids} for name, ids in TOKENS.items()]
     (dumps.root / "tokens.jsonl").write_text("\n".join(map(json.dumps, records)))
+    manifest = {"format": "te-dumps", "version": 1, "ranks": [{"experts": [0, 8]}]}
+    manifest |= {"model": {"num_experts": 8}, "modules": "megatron"}
+    (dumps.root / "manifest.json").write_text(json.dumps(manifest))
     assert (dumps.root / "tensor_dumps/rank_0/iter_000003").is_dir()
     import_traces(ImportRequest(learner=dumps.root, run=hf_run), tmp_path / "run", lambda _: None)
     found = compared(tmp_path / "run").dropna()
     assert set(found) == {1.0}
+    assert ("model.layers.1.mlp.experts.7.up_proj", "weight", "") in found.index
+    assert EXPERT_ROWS in set(said(tmp_path / "run").values())
     for i in range(LAYERS):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             for kind in ("input", "output"):
