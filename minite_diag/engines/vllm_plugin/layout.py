@@ -113,7 +113,7 @@ def partition_sizes(module: Any) -> list[int]:
         key = int(module.num_kv_heads) * int(module.head_size)
         value = int(module.num_kv_heads) * int(getattr(module, "v_head_size", module.head_size))
         return [query, key, value]
-    return [int(size) for size in getattr(module, "outputpartition_sizes", [0])]
+    return [int(size) for size in module.output_partition_sizes]
 
 
 def _rows(parent: str, leaves: list[str], sizes: list[int]) -> Iterator[Part]:
