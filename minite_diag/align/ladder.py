@@ -26,7 +26,7 @@ from minite_diag.alignments.base import (
 )
 from minite_diag.capture.runner import Report, capture
 from minite_diag.compare import compare
-from minite_diag.errors import UsageError
+from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import PLAN_FILE, Plan, read_plan
 from minite_diag.prepare import (
     CompareRequest,
@@ -59,11 +59,17 @@ def align(
 
     `names` are alignments, or none or `all`: those that do something in this run's engines, until
     every bit is equal; ops that are equal without us stay native. Rungs that were measured before
-    are kept. Raises UsageError for unknown names.
+    are kept. Raises UsageError for unknown names and for what does nothing here, EngineError for a
+    run in which an engine failed.
     """
     request = read_request(run)
     plan = read_plan(run)
     before = summarize(run)
+    if before["verdict"] == "error":
+        raise EngineError(
+            f"{run} holds no measurement to climb from: an engine failed",
+            f"minite-diag compare --resume {run}",
+        )
     parts = alignable_parts(request)
     chosen = _chosen(names, plan, before, parts)
     ladder = [_rung("as it is", (), plan, before, before)]

@@ -190,13 +190,17 @@ def print_ladder(result: dict[str, Any], console: Console) -> None:
 
 
 def _print_changes(ladder: list[dict[str, Any]], console: Console) -> None:
+    """Ops are counted here, learner/sampler; the report names them."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("rung", no_wrap=True)
-    for heading in ("side", "changed", "ours"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("rung", "side", "ours", "native"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("changed", overflow="fold")
     for rung in ladder:
-        sides, changed, _, ours = words.rung_changes(rung)
-        table.add_row(*map(_plain, (rung["rung"], sides, changed, ours)))
+        sides, changed, _, _ = words.rung_changes(rung)
+        ours, native = words.op_counts(rung, "replaced"), words.op_counts(rung, "native")
+        side = "both" if sides == words.BOTH else sides
+        what = changed.replace(f"{words.BOTH}: ", "")
+        table.add_row(*map(_plain, (rung["rung"], side, ours, native, what)))
     console.print(table)
     backward = [rung for rung in ladder if rung.get("backward")]
     for said in dict.fromkeys(rung["backward"] for rung in backward):

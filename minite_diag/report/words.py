@@ -5,7 +5,7 @@ Knows the summary object only. Invariant: each sentence holds only what the summ
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 
 def visible(text: str) -> str:
@@ -226,11 +226,19 @@ def _ratios(values: list[float | None]) -> str:
     return "/".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
+BOTH: Final = "learner and sampler"
+
+
 def rung_changes(rung: dict[str, Any]) -> list[str]:
     """Side, what changed there, dgrad and wgrad, and the ops that are ours in each engine."""
     sides = " and ".join(rung.get("sides") or []) or "-"
     backward = rung.get("backward") or "-"
     return [sides, "; ".join(rung.get("changes") or []) or rung["what"], backward, ours(rung)]
+
+
+def op_counts(rung: dict[str, Any], status: str) -> str:
+    """How many ops of each engine have a status, learner first."""
+    return "/".join(str(len(side.get(status, []))) for side in rung["ops"])
 
 
 def ours(rung: dict[str, Any]) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from minite_diag.align import ladder
 from minite_diag.align.ladder import _chosen, folder_of
 from minite_diag.align.rung import backward_of, changes_of, recipe_of, sides_of
 from minite_diag.alignments.base import known_alignments, parts_of
-from minite_diag.errors import UsageError
-from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan
+from minite_diag.errors import EngineError, UsageError
+from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, write_plan
 from minite_diag.prepare import CompareRequest, EngineRequest, write_request
 from minite_diag.report import words
 
@@ -137,12 +138,24 @@ def rung(name: str, kernels: bool, *ours: str) -> dict:
 
 
 def test_the_last_native_rung_is_before_the_first_op_of_ours() -> None:
-    ladder = [
+    rungs = [
         rung("as it is", False, "experts"),
         rung("+ static-scale", False, "experts"),
         rung("+ norm", True, "experts", "norm"),
     ]
-    text = words.last_native(ladder)
+    text = words.last_native(rungs)
     assert text.startswith("settings only, native ops: + static-scale (score |dlogp| 0.5)")
     # What stands in for an engine's own from the start is said.
     assert text.endswith("ours in every rung: learner-te: none; sampler-vllm: experts")
+
+
+def test_a_run_in_which_an_engine_failed_is_nothing_to_climb_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _ = plan_of(DENSE)
+    write_plan(plan, tmp_path)
+    write_request(CompareRequest(EngineRequest("te"), (EngineRequest("vllm"),)), tmp_path)
+    monkeypatch.setattr(ladder, "summarize", lambda _: {"verdict": "error"})
+    with pytest.raises(EngineError, match="holds no measurement to climb from") as error:
+        ladder.align(tmp_path, [], lambda _: None, lambda *_: None)
+    assert error.value.hint == f"minite-diag compare --resume {tmp_path}"
