@@ -260,10 +260,20 @@ def _way(parameter: Any) -> str:
     return "copies" if dim is None else "rows" if dim == parameter.dim() - 1 else "columns"
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """The whole of a weight that the ranks hold together; every rank must call it."""
-    gathered = getattr(tensor, "full_tensor", None)
-    return gathered() if gathered is not None else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor  # type: ignore[no-any-return]
+    parts = int(getattr(tensor.placements[0], "split_factor", 1))
+    if parts == 1:
+        return tensor.full_tensor()  # type: ignore[no-any-return]
+    # torch 2.11 can't gather a packed split; 2.13 gives these bytes.
+    local, dim = tensor.to_local().contiguous(), int(tensor.placements[0].dim)
+    group = tensor.device_mesh.get_group()
+    shards = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, local, group=group)
+    sizes = (local.shape[dim] // parts,) * parts
+    return Shard("concatenate", dim=dim, sizes=sizes).join(shards)
 
 
 def shard_rules(model: Any) -> Rules:

@@ -229,6 +229,8 @@ class VllmEngine(Engine):
             arguments["gpu_memory_utilization"] = float(options["gpu_memory_utilization"])
         if "kv_cache_gib" in options:
             arguments["kv_cache_memory_bytes"] = int(float(options["kv_cache_gib"]) * 2**30)
+            # vLLM wants this share to be free before it starts, though nothing uses it then.
+            arguments.setdefault("gpu_memory_utilization", 0.1)
         if self.spec.checkpoint_format in QUANTIZATIONS:
             arguments.update(_choose_nvfp4(config, options))
         return arguments
