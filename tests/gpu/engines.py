@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,7 +108,7 @@ def steps() -> list[Step]:
         ),
     ]
     legs = [live(name) for name in ("marlin", "emulation", "bf16", "prefix")]
-    aligned = [word for rung in LADDER for word in ("--align", rung)]
+    aligned = _named(LADDER)
     large = [
         Step("moe-1b", (sys.executable, "{root}/tests/gpu/random_moe.py", "{out}/moe-1b")),
         billion("bf16", "--quantize", "none", "--learner", "hf", *vllm()),
@@ -124,8 +125,8 @@ def steps() -> list[Step]:
         billion("aligned", *_te("ref"), *vllm(TRITON), *aligned),
     ]
     flash = vllm("attention_backend=FLASH_ATTN")
-    native = [word for rung in LADDER if rung not in NATIVE for word in ("--align", rung)]
-    static = [word for rung in STATIC for word in ("--align", rung)]
+    native = _named([rung for rung in LADDER if rung not in NATIVE])
+    static = _named(STATIC)
     own = vllm(TRITON, "nvfp4_linear_recipe=vllm-emulation")
     last = f"ladder/align/{len(LADDER)}-{LADDER[-1]}"
     return [
@@ -172,31 +173,35 @@ def left_out(name: str, backend: str) -> list[Step]:
     """The aligned run without each alignment, at the same time, and then their table."""
     found = []
     for out in LADDER[2:]:  # the first two put no op of ours into an engine
-        named = [word for rung in LADDER if rung != out for word in ("--align", rung)]
+        named = _named([rung for rung in LADDER if rung != out])
         folder = f"{name}/align/without-{out}"
         step = compare(folder, *_te("ref"), *vllm(backend), *named, "--no-attribute")
         found.append(dataclasses.replace(step, name=f"without-{out}", after=(name,)))
-    aligned = [word for rung in LADDER for word in ("--align", rung)]
+    aligned = _named(LADDER)
     command = (*CLI, "align", f"{{out}}/{name}", *aligned, "--leave-one-out")
     after = (f"{name}-table", *(step.name for step in found))
     return [*found, Step("left-out", command, after, name)]
 
 
 def demo(aligned: list[str]) -> list[Step]:
-    """SmolLM2; the first run converts the checkpoint for the others."""
+    """SmolLM2; the first run converts the checkpoint for the others.
+
+    Not with Marlin, which vLLM 0.23 chooses: its kernel refuses K = 576.
+    """
     found = [
         compare("demo-bf16", "--quantize", "none", "--learner", "hf", *vllm(), model="demo"),
-        compare("demo-marlin", *_te("emu"), *vllm(), model="demo"),
         compare("demo-emulation", *_te("emu"), *vllm("nvfp4_recipe=vllm-emulation"), model="demo"),
         compare("demo-aligned", *_te("ref"), *vllm(TRITON), *_dense(aligned), model="demo"),
         compare("demo-aligned-emu", *_te("emu"), *vllm(TRITON), *_dense(aligned), model="demo"),
     ]
     # The first converts the checkpoint, others export for those after them.
-    waits = ((), ("demo-bf16",), ("demo-marlin",), ("demo-bf16",), ("demo-aligned",))
+    waits = ((), ("demo-bf16",), ("demo-bf16",), ("demo-aligned",))
     return [
         dataclasses.replace(step, after=after, threads=4)
         for step, after in zip(found, waits, strict=True)
-    ]
+    ] + ladder(
+        "demo-ladder", TRITON, "nvfp4_recipe=vllm-emulation", model="demo", after=("demo-bf16",)
+    )
 
 
 def several() -> list[Step]:
@@ -224,6 +229,10 @@ def several() -> list[Step]:
     ]
 
 
+def _named(alignments: Sequence[str]) -> list[str]:
+    return [word for name in alignments for word in ("--align", name)]
+
+
 def _dense(aligned: list[str]) -> list[str]:
     """Without the alignments that need experts."""
     pairs = zip(aligned[::2], aligned[1::2], strict=True)
@@ -236,17 +245,20 @@ def _te(impl: str) -> tuple[str, str]:
     return "--learner", f"te:impl={impl}"
 
 
-def ladder(name: str, backend: str) -> list[Step]:
+def ladder(
+    name: str, *options: str, model: str = "demo-moe", after: tuple[str, ...] = ()
+) -> list[Step]:
     """The rungs at the same time, each in the folder where `align` looks for it, then `align`."""
-    engines = (*_te("ref"), *vllm(backend))
-    found = [compare(name, *engines)]
-    for count in range(1, len(LADDER) + 1):
-        folder = f"{name}/align/{count}-{LADDER[count - 1]}"
-        named = [word for rung in LADDER[:count] for word in ("--align", rung)]
-        step = compare(folder, *engines, *named, "--no-attribute")
-        found.append(dataclasses.replace(step, name=f"{name}-{count}"))
+    engines = (*_te("ref"), *vllm(*options))
+    whole = _named(LADDER)
+    every = (whole if model == "demo-moe" else _dense(whole))[1::2]
+    found = [dataclasses.replace(compare(name, *engines, model=model), after=after)]
+    for count in range(1, len(every) + 1):
+        folder = f"{name}/align/{count}-{every[count - 1]}"
+        step = compare(folder, *engines, *_named(every[:count]), "--no-attribute", model=model)
+        found.append(dataclasses.replace(step, name=f"{name}-{count}", after=after))
     rungs = tuple(step.name for step in found)
-    named = [word for rung in LADDER for word in ("--align", rung)]
+    named = _named(every)
     found.append(Step(f"{name}-table", (*CLI, "align", f"{{out}}/{name}", *named), rungs, name))
     return found
 
