@@ -6,12 +6,15 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from minite_diag import __version__
 from minite_diag.capture.worker import Capture, Progress
+from minite_diag.cli import app
 from minite_diag.compare import compare
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, write_plan
 from minite_diag.probe import Probe
+from minite_diag.terminal import reset
 
 SHAPE = {
     "vocab_size": 96,
@@ -28,6 +31,12 @@ SHAPE = {
     "moe_intermediate_size": 16,
 }
 TOKENS = {"chat": [5, 9, 11, 13, 20, 30, 40, 7, 8, 9, 10, 11], "code": [50, 90, 11, 13, 20, 30, 40]}
+
+
+def minite(*arguments):
+    """A command line in this process, as if it were the first one."""
+    reset()
+    return CliRunner().invoke(app, arguments)
 
 
 @pytest.fixture(scope="session")

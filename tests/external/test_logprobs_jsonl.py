@@ -4,10 +4,10 @@ import json
 import random
 
 import pytest
-from command import minite
 
 from minite_diag.errors import UsageError
 from minite_diag.external.logprobs_jsonl import read_jsonl
+from tests.external.conftest import minite
 
 
 def line(i, noise, tokens=40, prompt=10, **more):
@@ -28,7 +28,7 @@ def run(tmp_path, *records, profile="bf16-dense"):
     file = write(tmp_path / "rollouts.jsonl", *records)
     out = tmp_path / "run"
     done = minite("import", str(file), "-o", str(out), "--gate", profile, "--json", "-q")
-    return done.returncode, json.loads(done.stdout), out
+    return done.exit_code, json.loads(done.stdout), out
 
 
 def test_equal_sides_pass_and_large_gaps_fail(tmp_path):
@@ -40,7 +40,7 @@ def test_equal_sides_pass_and_large_gaps_fail(tmp_path):
     (tmp_path / "b").mkdir()
     code, summary, out = run(tmp_path / "b", *(line(i, 0.3) for i in range(30)))
     assert (code, summary["verdict"]) == (1, "fail")
-    assert minite("gate", str(out), "--profile", "nvfp4").returncode == 1
+    assert minite("gate", str(out), "--profile", "nvfp4").exit_code == 1
 
 
 def test_the_meaning_of_the_numbers_is_checked_first(tmp_path):
@@ -108,5 +108,5 @@ def test_files_that_are_no_jsonl(tmp_path):
 def test_a_run_is_not_written_over(tmp_path):
     _, _, out = run(tmp_path, line(0, 0.0))
     done = minite("import", str(tmp_path / "rollouts.jsonl"), "-o", str(out))
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "holds a run already" in done.stderr

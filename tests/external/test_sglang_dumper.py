@@ -10,17 +10,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import minite_diag
-from minite_diag.cli import app
 from minite_diag.environments import engine_python
 from minite_diag.errors import UsageError
 from minite_diag.external.run import ImportRequest, detect_format, import_traces
 from minite_diag.plan import read_plan
 from minite_diag.trace.store import Trace
 from tests.engines.conftest import build_model, token_ids
-from tests.external.conftest import TOKENS
+from tests.external.conftest import TOKENS, minite
 from tests.external.megatron_writer import LAYERS, MegatronWriter
 from tests.external.test_te_dumps import Runs
 
@@ -70,7 +68,7 @@ def test_what_the_dumper_saw_is_what_our_hooks_saw(served, tmp_path):
     run, dump = served
     assert detect_format(dump) == "sglang-dumper"
     sides = ["--sampler", str(dump), "--run", str(run)]
-    done = CliRunner().invoke(app, ["import", *sides, "-o", str(tmp_path / "run")])
+    done = minite("import", *sides, "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     assert "its name says no site" in done.output
     rows = pd.read_parquet(tmp_path / "run" / "comparison.parquet")

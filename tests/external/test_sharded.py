@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from minite_diag.attribute.stage import attribute
-from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external import manifest as manifest_module
 from minite_diag.external.join import Rank, RanksDiffer, Shard, join
@@ -21,7 +19,7 @@ from minite_diag.external.manifest import read_manifest
 from minite_diag.external.modules import PARALLEL, SPLITS, TABLES, ModuleRule, ModuleTable
 from minite_diag.external.run import FORMATS, ImportRequest, import_traces
 from minite_diag.trace.store import Trace
-from tests.external.conftest import TOKENS
+from tests.external.conftest import TOKENS, minite
 from tests.external.megatron_writer import MegatronWriter
 from tests.external.test_te_dumps import Runs
 
@@ -135,16 +133,16 @@ def test_one_command_imports_gates_and_reports(dump, hf_run, tmp_path):
     folder = dump("tp2-dp2-ep4")
     out = tmp_path / "run"
     arguments = ["import", "--learner", str(folder), "--run", str(hf_run), "-o", str(out)]
-    done = CliRunner().invoke(app, [*arguments, "--gate", "bitwise", "--json"])
+    done = minite(*arguments, "--gate", "bitwise", "--json")
     summary = json.loads(done.stdout)
     assert (done.exit_code, summary["verdict"]) == (0, "pass"), done.stderr
     pair = summary["pairs"][0]
     assert pair["logprob"]["score"]["equal"] == pair["logprob"]["score"]["tokens"] == 17
     assert "2 sequences, 19 tokens (sharded)" in done.stderr
     assert (out / "report.html").exists()
-    gated = CliRunner().invoke(app, ["gate", str(out), "--profile", "bitwise"])
+    gated = minite("gate", str(out), "--profile", "bitwise")
     assert gated.exit_code == 0, gated.output
-    again = CliRunner().invoke(app, arguments)
+    again = minite(*arguments)
     assert (again.exit_code, "holds a run already" in again.output) == (2, True)
 
 

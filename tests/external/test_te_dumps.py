@@ -9,10 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from minite_diag.attribute.stage import attribute
-from minite_diag.cli import app
 from minite_diag.errors import UsageError
 from minite_diag.external.modules import HeadCounts
 from minite_diag.external.run import ImportRequest, import_traces
@@ -21,7 +19,7 @@ from minite_diag.external.te_dumps import Nvfp4Parts, nvfp4_tensors, read_te_dum
 from minite_diag.trace.store import Trace
 from minite_kernels.nvfp4.layout import swizzle_scale
 from minite_kernels.nvfp4.quantize import quantize
-from tests.external.conftest import TOKENS
+from tests.external.conftest import TOKENS, minite
 from tests.external.megatron_writer import LAYERS, MegatronWriter
 from tests.external.te_writer import Dumps
 
@@ -91,7 +89,7 @@ def test_real_dumps_are_two_sides_of_a_run(tmp_path):
     model = str(model_of(tmp_path))
     sides = ["--learner", str(learner), "--sampler", str(sampler), "--model", model]
     arguments = ["import", *sides, "-o", str(tmp_path / "run"), "--gate", "bitwise", "--json"]
-    done = CliRunner().invoke(app, arguments)
+    done = minite(*arguments)
     summary = json.loads(done.stdout)
     assert done.exit_code in (1, 3), done.stderr  # no log-probabilities, and a planted difference
     assert (summary["model"]["name"], len(summary["pairs"])) == ("model", 1)
