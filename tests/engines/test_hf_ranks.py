@@ -17,6 +17,7 @@ from minite_diag.attribute.operators import operator_findings
 from minite_diag.canonical.names import STATIC, index_trace
 from minite_diag.canonical.tokens import read_site
 from minite_diag.capture import ranks, runner
+from minite_diag.capture.shards import Shard
 from minite_diag.compare import compare_sites
 from minite_diag.compare_site import Side
 from minite_diag.engines.hf import HfEngine
@@ -24,7 +25,7 @@ from minite_diag.engines.hf_device_map import parse_max_memory
 from minite_diag.engines.hf_parallel import asked_ranks
 from minite_diag.engines.te import TeEngine
 from minite_diag.engines.vllm import VllmEngine
-from minite_diag.errors import UsageError
+from minite_diag.errors import EngineError, UsageError
 from minite_diag.plan import CaptureSpec, EngineSpec, ModelRef, Plan, write_plan
 from minite_diag.probe import Probe
 from minite_diag.trace.store import Trace, tensor_bytes
@@ -309,3 +310,26 @@ def test_the_cause_is_not_the_rank_that_lost_its_partner(failures, message, rank
     found = ranks._cause(failures, 2, lambda number: Path(f"log-of-{number}"))
     assert found["message"].startswith(message)
     assert (f"log-of-{rank}" in found["hint"]) == (rank is not None)
+
+
+def test_alignments_that_replace_modules_need_one_device():
+    spec = EngineSpec("x", "learner", "hf", sys.executable, "", "bf16", RANKS, ("norm",))
+    with pytest.raises(UsageError, match="alignment 'norm' replaces modules whose weights"):
+        HfEngine()._place(spec)
+
+
+def test_shards_make_the_whole():
+    gate, up = torch.arange(8.0).view(1, 8), torch.arange(10.0, 18.0).view(1, 8)
+    ranks_hold = [torch.cat((gate[:, i : i + 4], up[:, i : i + 4]), 1) for i in (0, 4)]
+    fused = Shard("concatenate", sizes=(4, 4), width=16)
+    assert fused.join(ranks_hold).equal(torch.cat((gate, up), 1))
+    with pytest.raises(EngineError, match="no parts of 15"):
+        Shard("concatenate", width=15).join(ranks_hold)
+    assert Shard("add").join([gate, up]).equal(gate + up)
+    reduced = Shard("add", unless_equal=True)
+    assert reduced.join([gate, gate.clone()]).equal(gate)
+    assert reduced.join([gate, up]).equal(gate + up)
+    scales = [torch.ones(2, 2).to(torch.float8_e4m3fn), torch.zeros(2, 2).to(torch.float8_e4m3fn)]
+    whole = Shard("concatenate", rows=3, dim=0).join(scales)
+    assert (whole.dtype, whole.shape) == (torch.float8_e4m3fn, (3, 2))
+    assert whole.float().tolist() == [[1, 1], [1, 1], [0, 0]]
