@@ -146,8 +146,17 @@ def check_superseded(names: Sequence[str], parts: frozenset[str]) -> None:
 
 
 def application(name: str, engine: str) -> Application | None:
-    """What an alignment does in an engine; None where the engine's own op is kept."""
-    return known_alignments()[name].engines.get(engine)
+    """What an alignment does in an engine; None where the engine's own op is kept.
+
+    Raises UsageError for a name that this installation lacks, as a plan of another one may have.
+    """
+    known = known_alignments()
+    if name not in known:
+        raise UsageError(
+            f"no alignment is called {name!r} in this installation",
+            "the plan is of another version, or what brings the alignment is not installed here",
+        )
+    return known[name].engines.get(engine)
 
 
 def names_in_environment() -> list[str]:

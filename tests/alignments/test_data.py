@@ -8,6 +8,8 @@ from minite_diag.alignments import base
 from minite_diag.alignments.base import (
     Alignment,
     Application,
+    application,
+    apply_environment,
     apply_replacements,
     known_alignments,
     parts_of,
@@ -15,7 +17,10 @@ from minite_diag.alignments.base import (
     without_superseded,
 )
 from minite_diag.errors import EngineError, UsageError
+from minite_diag.plan import Plan
 from minite_diag.prepare import CompareRequest, EngineRequest, with_alignments
+
+REPORTS = Path(__file__).parents[2] / "reports"
 
 
 def request(*align: str, learner: str = "te", sampler: str = "vllm") -> CompareRequest:
@@ -94,6 +99,19 @@ def test_the_ladder_begins_with_settings_and_ends_with_what_may_stay_native() ->
 def test_an_alignment_for_other_engines_is_an_error() -> None:
     with pytest.raises(UsageError, match="does nothing in toy"):
         with_alignments(request("norm", learner="toy", sampler="toy"))
+
+
+def test_a_plan_of_another_installation_says_what_is_missing() -> None:
+    with pytest.raises(UsageError, match="no alignment is called 'of-tomorrow' in this install"):
+        apply_environment("vllm", ["of-tomorrow"])
+
+
+@pytest.mark.parametrize("file", sorted(REPORTS.glob("*/plan*.json")), ids=str)
+def test_published_plans_can_be_run_still(file: Path) -> None:
+    plan = Plan.from_json(file.read_text())
+    for spec in plan.engines:
+        for name in spec.align:
+            assert application(name, spec.engine) is not None
 
 
 def nothing(_: object) -> list[str]:
