@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -146,43 +146,63 @@ def _manifest(
 ) -> Manifest:
     """What the folder says of itself, filled up with what the dumper wrote."""
     base = own or Manifest(str(folder / FILE), "sglang-dumper")
-    ranks = base.ranks or tuple(_ranks(dumps))
+    states = _parallel_states(dumps)
+    ranks = base.ranks or tuple(_rank(*item) for item in states.items())
     if not base.calls and any(rank.data for rank in ranks):
         raise UsageError(
             f"{folder}: ranks of several batches wrote, and each dumped its own tokens",
             "write sequences and calls, data rank by data rank, into a manifest.json there",
         )
     rules = base.rules or _best_table(dumps)
+    if not base.rules and any("sp_rank" in state for state in states.values()):
+        rules = tuple(_spread(rule) for rule in rules)
     return dataclasses.replace(base, ranks=ranks, rules=rules, calls=tuple(calls))
 
 
-def _ranks(dumps: list[Dumped]) -> Iterator[Rank]:
-    """Places of the ranks from the parallel state that the dumper wrote into each file."""
+def _parallel_states(dumps: list[Dumped]) -> dict[Path, dict[str, Any]]:
+    """The first file of each rank, and the parallel state that the dumper wrote into it."""
     first: dict[int, Dumped] = {}
     for dumped in dumps:
         first.setdefault(dumped.rank, dumped)
-    for number in range(max(first) + 1):
-        if number not in first:
-            raise UsageError(
-                f"{dumps[0].file.parent}: rank {number} of {max(first) + 1} wrote nothing",
-                "copy the files of every rank",
-            )
-        meta = first[number].load()["meta"]
-        info = meta.get("sglang_parallel_info") or meta.get("megatron_parallel_info") or {}
-        if len(first) > 1 and "tp_rank" not in info:
-            raise UsageError(
-                f"{first[number].file}: {len(first)} ranks, and no parallel state in `meta`",
-                "say what they are: `ranks` in a manifest.json in that folder",
-            )
-        for key in ("attn_dp_size", "attn_cp_size", "cp_size", "moe_dp_size"):
-            if info.get(key, 1) != 1:
-                raise UsageError(
-                    f"{first[number].file}: {key} is {info[key]}",
-                    "its rows can't be put together: dump without it",
-                )
-        yield Rank(
-            f"rank {number}", (), int(info.get("tp_rank", 0)), 0, int(info.get("dp_rank", 0))
+    missing = sorted(set(range(max(first) + 1)) - first.keys())
+    if missing:
+        raise UsageError(
+            f"{dumps[0].file.parent}: rank {missing[0]} of {max(first) + 1} wrote nothing",
+            "copy the files of every rank",
         )
+    states = {}
+    for _, dumped in sorted(first.items()):
+        meta = dumped.load()["meta"]
+        state = meta.get("sglang_parallel_info") or meta.get("megatron_parallel_info") or {}
+        is_alone = len(first) == 1
+        states[dumped.file] = state if is_alone or "tp_rank" in state else {}
+    return states
+
+
+_UNKNOWN_ROWS: Final = ("attn_dp_size", "attn_cp_size", "cp_size", "moe_dp_size")
+_UNKNOWN_NAMES: Final = ("pp_size", "ep_size")
+"""Of Megatron: a rank counts its own layers and experts from 0."""
+
+
+def _rank(file: Path, state: dict[str, Any]) -> Rank:
+    number = int(_tags(file.name)["rank"])
+    if not state and number:
+        raise UsageError(
+            f"{file}: several ranks wrote, and there is no parallel state in `meta`",
+            "say what they are: `ranks` in a manifest.json in that folder",
+        )
+    for key in _UNKNOWN_ROWS:
+        if state.get(key, 1) != 1:
+            raise UsageError(
+                f"{file}: {key} is {state[key]}", "its rows can't be put together: dump without it"
+            )
+    for key in _UNKNOWN_NAMES:
+        if "moe_ep_size" not in state and state.get(key, 1) != 1:
+            raise UsageError(
+                f"{file}: {key} is {state[key]}, and layers and experts are counted on each rank",
+                "list `ranks` with layer_offset and experts in a manifest.json in that folder",
+            )
+    return Rank(f"rank {number}", (), int(state.get("tp_rank", 0)), 0, int(state.get("dp_rank", 0)))
 
 
 def _best_table(dumps: list[Dumped]) -> tuple[ModuleRule, ...]:
@@ -193,8 +213,7 @@ def _best_table(dumps: list[Dumped]) -> tuple[ModuleRule, ...]:
         table = ModuleTable(rules)
         return sum(table.find(name) is not None for name in modules)
 
-    best = max(TABLES.values(), key=known)
-    return tuple(_as_served(rule) for rule in best)
+    return tuple(_as_served(rule) for rule in max(TABLES.values(), key=known))
 
 
 def _as_served(rule: ModuleRule) -> ModuleRule:
@@ -203,6 +222,12 @@ def _as_served(rule: ModuleRule) -> ModuleRule:
         return dataclasses.replace(rule, parallel="replicated")
     is_sum = rule.parallel == "row" or rule.native.endswith(".mlp.experts")
     return dataclasses.replace(rule, may_be_partial=is_sum and rule.native.startswith("model."))
+
+
+def _spread(rule: ModuleRule) -> ModuleRule:
+    """Megatron's sequence parallelism: rows outside of attention and MLP are spread."""
+    is_spread = rule.parallel != "heads" and "{expert}" not in rule.native
+    return dataclasses.replace(rule, sequence_parallel=is_spread)
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
@@ -236,10 +261,16 @@ class _Reader:
         if "recompute_status=recompute" in dumped.file.name:
             self.groups.left_out[dumped.name] = "computed again for the backward pass"
             return
+        if dumped.rank >= len(self.manifest.ranks):
+            raise UsageError(
+                f"{self.manifest.where}: the dump has a rank {dumped.rank}", "list every rank"
+            )
+        rank = self.manifest.ranks[dumped.rank]
+        place = rank.layer_offset, (rank.experts or (0, 0))[0]
         found = [
             (module, output_kind(module) if kind == "output" else kind)
             for native, kind in self._sites(dumped.name)
-            if (module := self.table.find(native)) is not None
+            if (module := self.table.find(native, *place)) is not None
         ]
         if not found:
             self.groups.left_out.setdefault(dumped.name, "its name says no site")
@@ -298,10 +329,6 @@ class _Reader:
         return found
 
     def _enter(self, dumped: Dumped, module: Module, kind: str) -> None:
-        if dumped.rank >= len(self.manifest.ranks):
-            raise UsageError(
-                f"{self.manifest.where}: the dump has a rank {dumped.rank}", "list every rank"
-            )
         rank = self.manifest.ranks[dumped.rank]
         is_static = kind in STATIC_KINDS
         place = (STATIC if is_static else dumped.step, dumped.rank, module.native, kind)

@@ -56,6 +56,7 @@ class MegatronWriter:
             for name in batch:
                 starts[name] = total
                 total += len(self.tokens[name])
+            total += -total % self.tensor if self.sp else 0
             return lambda name, position: starts[name] + position, total
         size, order = len(batch), {name: i for i, name in enumerate(batch)}
         if self.layout == "sbh":

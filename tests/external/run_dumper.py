@@ -8,6 +8,7 @@ file under OUT is written by the dumper's own hooks in mode `all`.
 """
 
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -52,11 +53,44 @@ class Model(nn.Module):
             module(value)
 
 
+def pretend_megatron(rank, world):
+    """What the dumper asks Megatron for its parallel state: tensor and sequence parallel ranks."""
+
+    def answer(name):
+        if not name.startswith("get_"):
+            raise AttributeError(name)
+
+        def ask():
+            if name.startswith("get_tensor_model_parallel"):
+                return rank if name.endswith("rank") else world
+            return 1 if name.endswith("size") else 0
+
+        return ask
+
+    state = types.ModuleType("megatron.core.parallel_state")
+    state.__getattr__ = answer
+    core = types.ModuleType("megatron.core")
+    core.parallel_state = state
+    packed = types.ModuleType("megatron.core.packed_seq_params")
+    packed.PackedSeqParams = type("PackedSeqParams", (), {})
+    settings = types.ModuleType("megatron.training.global_vars")
+    settings.get_args = lambda: types.SimpleNamespace(sequence_parallel=True)
+    for module in (types.ModuleType("megatron"), types.ModuleType("megatron.training")):
+        sys.modules[module.__name__] = module
+    random = types.ModuleType("megatron.core.tensor_parallel.random")
+    random.is_checkpointing = lambda: False
+    sys.modules["megatron.core.tensor_parallel"] = types.ModuleType("tensor_parallel")
+    for module in (core, state, packed, settings, random):
+        sys.modules[module.__name__] = module
+
+
 def main(site, file, out, rank, world):
     if world > 1:
         store = dist.FileStore(str(Path(out).parent / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     sglang_peer.enter(Path(site))
+    if world > 1:
+        pretend_megatron(rank, world)
     from sglang.srt.debug_utils.dumper import DumperConfig, _Dumper
 
     stored = torch.load(file, weights_only=True)

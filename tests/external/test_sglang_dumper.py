@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,7 +130,8 @@ def replay(root, site, tensors, arguments, named=None, world=1):
 
 def megatron_tensors(run, tensor):
     """Each rank's tensors as Megatron's modules would get and give them."""
-    writer = MegatronWriter(Trace(run / "traces/learner-hf"), TOKENS, tensor=tensor)
+    trace = Trace(run / "traces/learner-hf")
+    writer = MegatronWriter(trace, TOKENS, tensor=tensor, sp=tensor > 1)
     writer.statics()
     writer.call(0)
     kinds = ("input", "output", "weight")
@@ -149,11 +151,11 @@ def megatron_tensors(run, tensor):
     return found
 
 
-def packed_arguments():
+def packed_arguments(padding=0):
     ids = [i for sequence in TOKENS.values() for i in sequence]
     ends = [0, len(TOKENS["chat"]), len(ids)]
     return {
-        "input_ids": torch.tensor([ids]),
+        "input_ids": torch.tensor([ids + [0] * padding]),
         "cu_seqlens_q": torch.tensor(ends, dtype=torch.int32),
     }
 
@@ -192,20 +194,37 @@ def test_a_training_side_dumped_with_sglangs_dumper(hf_run, site, tmp_path):
 
 
 def test_tensor_parallel_ranks_of_a_dump_are_joined(hf_run, site, tmp_path):
-    dump = replay(tmp_path / "dump", site, megatron_tensors(hf_run, 2), packed_arguments(), world=2)
+    """Two ranks, rows spread as Megatron's sequence parallelism spreads them."""
+    tensors = megatron_tensors(hf_run, 2)
+    dump = replay(tmp_path / "dump", site, tensors, packed_arguments(padding=1), world=2)
     request = ImportRequest(learner=dump, run=hf_run)
-    with pytest.raises(UsageError, match="2 ranks, and no parallel state"):
-        import_traces(request, tmp_path / "run", lambda _: None)
-    manifest = {"format": "sglang-dumper", "version": 1, "ranks": [{"tensor": 0}, {"tensor": 1}]}
-    (dump / "manifest.json").write_text(json.dumps(manifest))
     import_traces(request, tmp_path / "run", lambda _: None)
     rows = rows_of(tmp_path / "run")
     assert set(rows["bitwise_fraction"]) == {1.0}
-    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(rows["fqn"].str.rpartition(".")[2])
-    first = next((dump / "dump_it").glob("*rank=1*linear_qkv.output*"))
-    first.unlink()
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "input_layernorm", "embed_tokens", "norm"}
+    assert names <= set(rows["fqn"].str.rpartition(".")[2])
+    files = sorted((dump / "dump_it").glob("*___rank=1___*"), key=dump_index)
+
+    def attempt(change, said):
+        change_value(files[0], lambda held: change(held["meta"]))
+        with pytest.raises(UsageError, match=said):
+            import_traces(request, tmp_path / "other", lambda _: None)
+
+    info = "megatron_parallel_info"
+    attempt(lambda meta: meta[info].update(cp_size=2), "cp_size is 2")
+    attempt(lambda meta: meta[info].update(cp_size=1, pp_size=2), "pp_size is 2")
+    attempt(lambda meta: meta[info].update(pp_size=1, dp_rank=1), "ranks of several batches")
+    attempt(lambda meta: meta.pop(info), "no parallel state")
+    manifest = {"format": "sglang-dumper", "version": 1, "ranks": [{"tensor": 0}, {"tensor": 1}]}
+    (dump / "manifest.json").write_text(json.dumps(manifest))
+    import_traces(request, tmp_path / "named", lambda _: None)
+    next((dump / "dump_it").glob("*rank=1*linear_qkv.output*")).unlink()
     with pytest.raises(UsageError, match="linear_qkv:output lacks the shard of tensor rank 1"):
         import_traces(request, tmp_path / "other", lambda _: None)
+
+
+def dump_index(file):
+    return int(re.search(r"dump_index=(\d+)", file.name)[1])
 
 
 def one_file(dump, pattern):
