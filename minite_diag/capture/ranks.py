@@ -1,6 +1,6 @@
 """One engine as several ranks: its worker process becomes torchrun's launcher, its ranks workers.
 
-    worker RUN ENGINE          launcher: no engine, the parent's pipes
+    worker RUN ENGINE                launcher: no engine, the parent's pipes
       worker RUN ENGINE --rank PID   rank 0: writes the trace and talks to the parent
       worker RUN ENGINE --rank PID   rank 1 and up: the same calls; nothing is written but a log
 
@@ -11,9 +11,11 @@ rank was the first and where its log is; a rank never outlives its launcher.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from minite_diag.errors import MiniteDiagError
 from minite_diag.trace.store import TraceWriter
 
 RANK_FLAG: Final = "--rank"
+PR_SET_PDEATHSIG: Final = 1
 RECORD: Final = "minite_diag"
 MONITOR_S: Final = 0.2
 _LOST_PEER: Final = ("gloo", "nccl", "connection closed by peer", "connection reset")
@@ -152,6 +155,7 @@ def begin(log: Path) -> None:
     """Make this process a rank: above 0 it prints to `log` and dies at once from Ctrl-C."""
     global _is_rank, _is_follower
     _is_rank, _is_follower = True, number() > 0
+    _die_with_launcher()
     if not _is_follower:
         return
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -159,6 +163,12 @@ def begin(log: Path) -> None:
     os.dup2(stream, 1)
     os.close(stream)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _die_with_launcher() -> None:
+    """Let the kernel end this process with its launcher, also where no Python can run any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def join(device: str, timeout_s: float) -> None:
