@@ -54,7 +54,7 @@ class RanksDiffer(Exception):
     """Ranks hold different bytes of what should be one, and no rank has the whole."""
 
 
-def is_spread(module: Module, kind: str) -> str:
+def spread_of(module: Module, kind: str) -> str:
     """How tensor ranks hold a kind: same, features, rows, sum."""
     rule = module.rule
     if kind.endswith("_scale") and "global" in kind:
@@ -90,7 +90,7 @@ def join(module: Module, kind: str, shards: Sequence[Shard], tensor_ranks: int) 
     Raises RanksDiffer for a global scale, or a sum, that each rank has for itself.
     """
     by_rank = _by_tensor_rank(module, kind, shards)
-    how = is_spread(module, kind)
+    how = spread_of(module, kind)
     missing = sorted(set(range(tensor_ranks)) - by_rank.keys())
     if missing and how != "same" and how != "one":
         raise UsageError(

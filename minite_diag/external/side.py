@@ -28,6 +28,8 @@ from minite_diag.site import KINDS, STATIC_KINDS
 from minite_diag.trace.store import Row, TraceWriter
 
 STATIC: Final = -1
+FLUSH_TENSORS: Final = 4096
+"""Tensors whose index rows are in memory."""
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS: Final = (torch.int16, torch.int32, torch.int64)
 
@@ -120,6 +122,8 @@ class SideWriter:
         for item in self.side.tensors():
             self._tensor(item)
             self.count += 1
+            if self.count % FLUSH_TENSORS == 0:
+                self.writer.flush()
         for sequence in self.side.sequences:
             self.writer.tokens(token_rows(self._scored(sequence)))
         self._manifest()
