@@ -12,12 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minite_diag.attribute.stage import attribute
+from minite_diag.canonical.names import SequenceKey
 from minite_diag.errors import UsageError
 from minite_diag.external import manifest as manifest_module
 from minite_diag.external.join import Rank, RanksDiffer, Shard, join
 from minite_diag.external.manifest import read_manifest
-from minite_diag.external.modules import PARALLEL, SPLITS, TABLES, ModuleRule, ModuleTable
-from minite_diag.external.run import FORMATS, ImportRequest, import_traces
+from minite_diag.external.modules import (
+    PARALLEL,
+    SPLITS,
+    TABLES,
+    HeadCounts,
+    ModuleRule,
+    ModuleTable,
+)
+from minite_diag.external.run import FORMATS, ImportRequest, import_traces, match_sequences
+from minite_diag.external.sequences import ExternalSequence
+from minite_diag.external.side import ImportedSide
 from minite_diag.trace.store import Trace
 from tests.external.conftest import TOKENS, minite
 from tests.external.megatron_writer import MegatronWriter
@@ -438,3 +448,41 @@ def test_every_key_and_value_is_on_the_page():
     assert not [key for key in sorted(keys) if f"{key}`" not in text and f'"{key}"' not in text]
     values = {*PARALLEL, *SPLITS, *manifest_module.LAYOUTS, *TABLES, *FORMATS}
     assert not [value for value in sorted(values) if f"`{value}`" not in text]
+
+
+def test_sequences_meet_by_their_tokens(dump):
+    """Given and drawn tokens of a run; a dump of a decode lacks the token that came last."""
+    given, drawn = SequenceKey("score", "", "a"), SequenceKey("sample", "vllm", "a")
+    known = {given: (1, 2, 3), drawn: (1, 2, 9, 8)}
+
+    def keys(*sequences):
+        found = [ExternalSequence(f"s{i}", ids, 1, ()) for i, ids in enumerate(sequences)]
+        side = ImportedSide(PAGE, "sharded", "", "", HeadCounts(), tuple(found), (), iter)
+        return list(match_sequences(side, known).values())
+
+    assert keys((1, 2, 3), (1, 2, 9, 8)) == [given, drawn]
+    assert keys((1, 2, 9)) == [drawn]
+    with pytest.raises(UsageError, match=r"nearest is a \(3\), equal up to position 2"):
+        keys((1, 2, 4))
+    with pytest.raises(UsageError, match="s0 and s1 have the same tokens"):
+        keys((1, 2, 9), (1, 2, 9, 8))
+
+
+def test_the_run_that_sides_are_taken_from_is_not_changed(dump, hf_run, tmp_path):
+    def content():
+        return {
+            file.relative_to(hf_run): file.read_bytes()
+            for file in sorted(hf_run.rglob("*"))
+            if file.is_file()
+        }
+
+    before = content()
+    imported(dump("one-rank"), hf_run, tmp_path / "run")
+    attribute(tmp_path / "run", lambda spec, event: None)
+    again = ImportRequest(learner=dump("tp2-ep2"), run=tmp_path / "run")
+    import_traces(again, tmp_path / "second", lambda text: None)
+    assert content() == before
+    assert {p.name for p in (tmp_path / "second/traces").iterdir()} == {
+        "learner-external",
+        "sampler-hf",
+    }
