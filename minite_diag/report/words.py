@@ -260,7 +260,7 @@ def last_native(ladder: list[dict[str, Any]]) -> str:
     stand_ins = ours(ladder[0])
     note = "" if stand_ins == "none" else f"; ours in every rung: {stand_ins}"
     return (
-        f"settings only, native ops: {settings['rung']} "
+        f"settings only, engines' own ops: {settings['rung']} "
         f"(score |dlogp| {number(gap.get('mean_abs'))}); end: {end['rung']}, {reached}{note}"
     )
 

@@ -144,7 +144,7 @@ def test_the_last_native_rung_is_before_the_first_op_of_ours() -> None:
         rung("+ norm", True, "experts", "norm"),
     ]
     text = words.last_native(rungs)
-    assert text.startswith("settings only, native ops: + static-scale (score |dlogp| 0.5)")
+    assert text.startswith("settings only, engines' own ops: + static-scale (score |dlogp| 0.5)")
     # What stands in for an engine's own from the start is said.
     assert text.endswith("ours in every rung: learner-te: none; sampler-vllm: experts")
 
