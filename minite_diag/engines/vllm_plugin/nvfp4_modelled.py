@@ -14,6 +14,7 @@ import torch
 from minite_diag.engines.vllm_plugin import nvfp4_cpu
 from minite_diag.engines.vllm_plugin.nvfp4_cpu import ExpertWeights
 from minite_kernels.nvfp4.gemm import PreparedOperand, gemm, stored_operand
+from minite_kernels.nvfp4.grouped_gemm import ExpertOperands, experts_linear
 from minite_kernels.nvfp4.quantize import quantize
 from minite_kernels.nvfp4.recipe import Recipe, get_recipe
 from minite_kernels.nvfp4.tensor import Nvfp4Tensor
@@ -95,7 +96,9 @@ class ModelledExperts:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.each_token_alone = recipe.activation.amax_scope == "token"
         self._weights: dict[int, PreparedOperand] = {}
+        self._grouped: dict[int, ExpertOperands] = {}
 
     def quantize(self, x_TK: torch.Tensor, encode_scale: torch.Tensor) -> Nvfp4Tensor:
         """As the linears."""
@@ -109,14 +112,32 @@ class ModelledExperts:
         self, operand: Nvfp4Tensor, experts: ExpertWeights, fused: str, expert: int
     ) -> torch.Tensor:
         """Rounded to the activation dtype, as the engines' GEMMs store it."""
+        alpha = None
+        if self.recipe.activation.amax_scope == "static":
+            decode = experts.decode_scale(fused)[expert]
+            alpha = experts.act_encode_scale(fused).reciprocal() * decode
+        weight = self._weight(experts, fused, expert)
+        return gemm(operand, weight, out_dtype=experts.dtype, alpha=alpha)
+
+    def _weight(self, experts: ExpertWeights, fused: str, expert: int) -> PreparedOperand:
         codes = experts.codes[fused][expert]
-        decode = experts.decode_scale(fused)[expert]
         address = codes.data_ptr()
         if address not in self._weights:
             self._weights[address] = stored_operand(
-                codes, experts.block_scale(fused)[expert], decode, self.recipe
+                codes,
+                experts.block_scale(fused)[expert],
+                experts.decode_scale(fused)[expert],
+                self.recipe,
             )
-        alpha = None
-        if self.recipe.activation.amax_scope == "static":
-            alpha = experts.act_encode_scale(fused).reciprocal() * decode
-        return gemm(operand, self._weights[address], out_dtype=experts.dtype, alpha=alpha)
+        return self._weights[address]
+
+    def multiply_grouped(
+        self, x_MK: torch.Tensor, experts: ExpertWeights, fused: str, **routed: Any
+    ) -> torch.Tensor:
+        """Quantize and multiply all experts' rows in one grouped GEMM; the bits of `matmul`."""
+        codes = experts.codes[fused]
+        address = codes.data_ptr()
+        if address not in self._grouped:
+            weights = [self._weight(experts, fused, e) for e in range(codes.shape[0])]
+            self._grouped[address] = ExpertOperands(weights)
+        return experts_linear(x_MK, self._grouped[address], out_dtype=experts.dtype, **routed)
