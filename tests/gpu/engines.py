@@ -384,7 +384,7 @@ def pack(out: Path, archive: Path) -> None:
     kept = out.parent / "kept"
     shutil.rmtree(kept, ignore_errors=True)
     wanted = {"summary.json", "plan.json", "align.json", "results.json", "attribution.json"}
-    wanted |= {"te-modules.json", "manifest.json"}
+    wanted |= {"te-modules.json", "plugin-alone.json", "manifest.json"}
     for file in [*out.rglob("*.json"), *out.rglob("*.log")]:
         if file.name not in wanted and file.suffix != ".log":
             continue
