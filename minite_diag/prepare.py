@@ -220,6 +220,11 @@ def read_request(run: Path) -> CompareRequest:
                 "capture": CaptureSpec(**capture),
             }
         )
+    except FileNotFoundError as error:
+        raise TraceError(
+            f"{run} holds no command of a compare ({REQUEST_FILE} is missing)",
+            "align runs the engines again: it needs a run of `minite-diag compare`, no import",
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(
             f"{run / REQUEST_FILE} can't be read: {error}", "run compare again with this version"

@@ -82,7 +82,7 @@ def contract_findings(
         *_gemm_findings(mine.gemm, theirs.gemm, basis),
         *_weight_only(mine, theirs),
         *static_scale_differences(learner, sampler, rows, mine, theirs),
-        *static_scale_findings(sampler),
+        *(static_scale_findings(sampler) if _may_be_static(theirs.activation) else ()),
         *fused_scale_findings(learner, sampler, basis),
     ]
 
@@ -314,6 +314,11 @@ def static_scale_differences(
 
 def _is_static(found: Found) -> bool:
     return found.candidates[found.best.name].activation.amax_scope == "static"
+
+
+def _may_be_static(found: Found | None) -> bool:
+    """A dynamic scale clips nothing: what is above its limit is rounding."""
+    return found is None or _is_static(found)
 
 
 def fused_scale_findings(learner: Side, sampler: Side, basis: str) -> Iterator[Finding]:

@@ -1,11 +1,13 @@
 """Recipe search finds the arithmetic that made the bytes, and says when the data can't tell."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from minite_diag.attribute.contract import closest, differing_fields
+from minite_diag.attribute.contract import _may_be_static, closest, differing_fields
 from minite_diag.attribute.recipes import (
     HeldScale,
     Sample,
@@ -92,3 +94,12 @@ def test_two_sides_are_compared_by_their_closest_tie() -> None:
     theirs = search_samples("b", "weight", samples(RECIPES["te-1d"], "weight"))
     (_, a), (_, b) = closest(mine, theirs, "weight")
     assert [name for name, *_ in differing_fields(a, b)] == ["tile"]
+
+
+@pytest.mark.parametrize(
+    ("name", "static"), (("te", False), ("pow2-row-scaled", False), ("vllm-emulation", True))
+)
+def test_only_a_static_scale_can_clip(name: str, static: bool) -> None:
+    found: Any = SimpleNamespace(candidates=RECIPES, best=SimpleNamespace(name=name))
+    assert _may_be_static(found) is static
+    assert _may_be_static(None)

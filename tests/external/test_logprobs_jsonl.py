@@ -110,3 +110,11 @@ def test_a_run_is_not_written_over(tmp_path):
     done = minite("import", str(tmp_path / "rollouts.jsonl"), "-o", str(out))
     assert done.exit_code == 2
     assert "holds a run already" in done.stderr
+
+
+def test_an_imported_run_can_not_be_run_again_and_that_is_said(tmp_path):
+    _, _, out = run(tmp_path, *(line(i, 0.1) for i in range(3)))
+    done = minite("align", str(out))
+    assert done.exit_code == 3
+    assert "request.json is missing" in done.stderr
+    assert "no import" in done.stderr
