@@ -141,6 +141,24 @@ def test_statistics_only_runs(new_trace: Any) -> None:
     assert "fused" in rows.loc[("q", "output"), "reason"]
 
 
+def test_statistics_of_routed_rows_know_tokens_and_no_order(new_trace: Any) -> None:
+    x = torch.randn(3, 8)
+    a, b = new_trace("a", stats_only=True), new_trace("b", stats_only=True)
+    for builder in (a, b):
+        builder.call(range(6))
+    a.tensor("l.experts.0.up_proj", "input", x, routed=[0, 2, 5])
+    b.tensor("l.experts.0.up_proj", "input", x[[2, 0, 1]], routed=[5, 0, 2])
+    a.tensor("l.experts.1.up_proj", "input", x, routed=[0, 2, 5])
+    b.tensor("l.experts.1.up_proj", "input", x, routed=[0, 2, 4])
+    a.tensor("l.experts.2.up_proj", "input", x, routed=[0, 2, 5])
+    b.tensor("l.experts.2.up_proj", "input", x[:2], routed=[0, 2])
+    rows = rows_of(a, b)
+    assert rows.loc[("l.experts.0.up_proj", "input"), "bitwise_fraction"] == 1.0
+    reasons = [rows.loc[(f"l.experts.{e}.up_proj", "input"), "reason"] for e in (1, 2)]
+    assert "other tokens" in reasons[0]
+    assert "(3, 8) and (2, 8)" in reasons[1]
+
+
 def test_one_side_with_statistics_only(new_trace: Any) -> None:
     a, b = new_trace("a"), new_trace("b", stats_only=True)
     for builder in (a, b):

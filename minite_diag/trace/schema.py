@@ -68,7 +68,12 @@ TENSORS: Final = _table(
     ("offset", pa.int64(), "byte offset in the segment"),
     ("nbytes", pa.int64(), "bytes of the tensor"),
     ("row_offset", pa.int64(), "offset of the int32 row indices of a routed or sliced tensor"),
-    ("digest", _S, "BLAKE2b-128 of the bytes; empty unless stats_only"),
+    (
+        "digest",
+        _S,
+        "BLAKE2b-128 of the bytes, behind that of the row indices where rows are routed; "
+        "empty unless stats_only",
+    ),
     ("abs_max", _F, "largest magnitude; null unless stats_only"),
     ("l2", _F, "Euclidean norm; null unless stats_only"),
     ("mean", _F, "mean; null unless stats_only"),

@@ -127,7 +127,7 @@ class TraceWriter:
             "mean": None,
         }
         if self.stats_only:
-            entry.update(_statistics(tensor))
+            entry.update(_statistics(tensor, row_index))
         else:
             entry |= self._place(tensor, row_index, is_static=rows == "static")
         self._index.append(entry)
@@ -171,8 +171,14 @@ class TraceWriter:
         self._segments.close()
 
 
-def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
-    digest = hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
+def _statistics(tensor: torch.Tensor, row_index: torch.Tensor | None) -> dict[str, Any]:
+    """Of routed rows in token order: engines list them in orders of their own."""
+    prefix = ""
+    if row_index is not None:
+        rows, order = row_index.to(tensor.device).sort(stable=True)
+        tensor = tensor[order]
+        prefix = _digest(rows.to("cpu", torch.int32)) + "/"
+    digest = prefix + _digest(tensor)
     if tensor.numel() == 0:
         return {"digest": digest}
     largest, total, squares = [], [], []
@@ -188,6 +194,10 @@ def _statistics(tensor: torch.Tensor) -> dict[str, Any]:
         "l2": math.sqrt(math.fsum(torch.stack(squares).tolist())),
         "mean": math.fsum(torch.stack(total).tolist()) / tensor.numel(),
     }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
 
 
 class Trace:
