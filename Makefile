@@ -19,6 +19,8 @@ export MINITE_DIAG_ENVIRONMENTS ?= $(CURDIR)/.environments
 SGLANG := $(MINITE_DIAG_ENVIRONMENTS)/sglang/minite-diag-ready.txt
 RUN ?= runs/demo
 export OMP_NUM_THREADS ?= 2
+# Test files run side by side, each on one thread: small models gain nothing from a second one.
+WORKERS ?= 2
 
 .PHONY: demo test lint wheel clean
 
@@ -26,8 +28,9 @@ demo: $(READY)
 	rm -rf $(RUN)
 	$(BIN)/minite-diag compare --learner te --sampler vllm --model demo --out $(RUN)
 
+test: export OMP_NUM_THREADS = 1
 test: $(DEV_READY) $(SGLANG) lint wheel
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
