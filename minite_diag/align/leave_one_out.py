@@ -73,10 +73,12 @@ def _is_named(name: str, codes: list[str], pair: dict[str, Any] | None) -> bool:
     first = (pair or {}).get("first_divergence")
     part = known_alignments()[name].needs
     in_part = first is None or {
-        "experts": ".experts." in first["site"],
-        "linears": ".experts." not in first["site"],
+        "experts": ".experts" in first["site"],
+        "linears": ".experts" not in first["site"],
     }.get(part, True)
-    return bool(named) and in_part and all(code.startswith("MD1") for code in named)
+    # The kernel that comes back for the experts sums them too.
+    also = {"MD206"} if part == "experts" else set()
+    return bool(named) and in_part and all(c.startswith("MD1") or c in also for c in named)
 
 
 def expected_causes(name: str) -> frozenset[str] | None:

@@ -224,13 +224,16 @@ def with_replaced(
     evidence: Iterable[Evidence], patched: Mapping[str, Sequence[str]]
 ) -> tuple[Evidence, ...]:
     """Evidence in which the patched ops are `replaced`, naming what was patched."""
-    kept = [item for item in evidence if item.op not in patched]
+    found = list(evidence)
+    kept = [item for item in found if item.op not in patched]
+    own = {item.op: ", ".join(filter(None, (item.impl, item.note))) for item in found}
     ours = [
         Evidence(
             op,
             "replaced",
             f"minite_kernels.invariant ({op})",
             f"{len(names)} patched, first {names[0]}",
+            own.get(op, ""),
         )
         for op, names in patched.items()
     ]

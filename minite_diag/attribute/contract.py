@@ -51,6 +51,8 @@ class Contract:
     gemm: Found | None
     quantizes: bool = True
     """Whether the engine's evidence names a quantizer of activations, shown or not."""
+    weight_only: tuple[str, ...] = ()
+    """Ops of which the engine's own kernel says that it computes W4A16."""
 
 
 def read_contract(plan: Plan, side: Side) -> Contract:
@@ -59,7 +61,12 @@ def read_contract(plan: Plan, side: Side) -> Contract:
     weight, activation = found.get("weight"), found.get("activation")
     gemm = search_gemm(plan, side, activation, weight) if weight and activation else None
     quantizes = any(item.op == "nvfp4_quantize" for item in side.trace.evidence)
-    return Contract(side.trace.id, _basis(side), weight, activation, gemm, quantizes)
+    weight_only = tuple(
+        item.op
+        for item in side.trace.evidence
+        if item.status == "native" and "W4A16" in f"{item.impl} {item.note}"
+    )
+    return Contract(side.trace.id, _basis(side), weight, activation, gemm, quantizes, weight_only)
 
 
 def _basis(side: Side) -> str:
@@ -239,14 +246,17 @@ def _cross_text(cross: float | None) -> str:
 
 def _weight_only(mine: Contract, theirs: Contract) -> Iterator[Finding]:
     for one, other in ((mine, theirs), (theirs, mine)):
-        shows = one.weight is not None and one.activation is None and other.activation is not None
+        if other.activation is None:
+            continue
+        shows = one.weight is not None and one.activation is None
         # Codes may exist and not be visible, as inside of a fused emulation kernel.
-        if shows and not one.quantizes:
+        if one.weight_only or (shows and not one.quantizes):
+            says = f"computes W4A16 in {', '.join(one.weight_only)}"
+            what = says if one.weight_only else "shows no quantized activation"
             yield Finding(
                 "MD115",
                 f"{one.engine} linears",
-                f"{one.engine} holds NVFP4 weights and shows no quantized activation, "
-                f"{other.engine} quantizes both",
+                f"{one.engine} holds NVFP4 weights and {what}, {other.engine} quantizes both",
                 {},
                 "measured",
                 one.basis,

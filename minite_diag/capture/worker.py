@@ -169,7 +169,8 @@ class Capture:
         for item in self.record["evidence"]:
             if item["op"] in idle and item["status"] == "replaced":
                 note = f"patched ({item['note']}), but the patch was never called"
-                item.update(status="native", impl="the engine's own", note=note)
+                own = item["instead_of"] or "the engine's own"
+                item.update(status="native", impl=own, note=note, instead_of="")
         self.record["silent_hooks"] += [f"alignment of {op}: never called" for op in idle]
 
 

@@ -34,6 +34,8 @@ class Evidence:
     status: str
     impl: str
     note: str = ""
+    instead_of: str = ""
+    """Of a replaced op: what the engine runs by itself, and its note."""
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ TENSORS: Final = _table(
     (
         "digest",
         _S,
-        "BLAKE2b-128 of the bytes, behind that of the row indices where rows are routed; "
-        "empty unless stats_only",
+        "BLAKE2b-128 of the bytes, after that of the row indices if routed; empty unless stats_only",
     ),
     ("abs_max", _F, "largest magnitude; null unless stats_only"),
     ("l2", _F, "Euclidean norm; null unless stats_only"),

@@ -37,12 +37,13 @@ def summary_without(site: str | None, *codes: str) -> dict:
 
 
 def test_dense_linears_and_experts_are_told_apart() -> None:
-    expert, dense = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj"
+    expert, dense = "model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj"
     for name, site, other in (("nvfp4-moe", expert, dense), ("nvfp4-linear", dense, expert)):
         assert _row(name, summary_without(site, "MD101", "MD601"))["attributed"] is True
         assert _row(name, summary_without(other, "MD101"))["attributed"] is False
         assert _row(name, summary_without(site, "MD201"))["attributed"] is False
         assert _row(name, summary_without(site))["attributed"] is False
+        assert _row(name, summary_without(site, "MD115", "MD206"))["attributed"] is (site == expert)
         # Recipes that differ without a bit that does: nothing came back.
         assert _row(name, summary_without(None, "MD101"))["attributed"] is None
 

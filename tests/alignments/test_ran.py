@@ -15,7 +15,13 @@ PATCHED = {"norm": ["a.norm"], "lm_head": ["a.head"], "theirs": ["b"]}
 def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ran, "_ran", set())
     evidence = [
-        {"op": op, "status": "replaced", "impl": "ours", "note": f"1 patched, first {names[0]}"}
+        {
+            "op": op,
+            "status": "replaced",
+            "impl": "ours",
+            "note": f"1 patched, first {names[0]}",
+            "instead_of": f"their.{op}",
+        }
         for op, names in PATCHED.items()
     ]
     evidence.append({"op": "linear", "status": "native", "impl": "F.linear", "note": ""})
@@ -29,6 +35,7 @@ def test_a_replacement_that_never_ran_is_not_evidence(capture: Any) -> None:
     found = {item["op"]: item for item in capture.record["evidence"]}
     assert found["norm"]["status"] == "replaced"
     assert found["lm_head"]["status"] == "native"
+    assert found["lm_head"]["impl"] == "their.lm_head"
     assert "a.head" in found["lm_head"]["note"]
     assert "never called" in found["lm_head"]["note"]
     # Third parties' functions don't note: nothing is said of them.

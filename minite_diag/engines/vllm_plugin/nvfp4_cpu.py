@@ -242,7 +242,8 @@ def experts_class(arithmetic: ExpertArithmetic) -> type:
             return (weight_key, activation_key) == (kNvfp4Static, kNvfp4Dynamic)
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            """Keep the codes as loaded: nothing is repacked."""
+            """Keep the codes as loaded: nothing is repacked, and nothing kept of earlier ones."""
+            getattr(arithmetic, "forget", lambda: None)()
 
         def apply(
             self,

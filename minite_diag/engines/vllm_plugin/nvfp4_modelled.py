@@ -100,6 +100,11 @@ class ModelledExperts:
         self._weights: dict[int, PreparedOperand] = {}
         self._grouped: dict[int, ExpertOperands] = {}
 
+    def forget(self) -> None:
+        """Drop what was made of weights that are being loaded anew, at the same addresses."""
+        self._weights.clear()
+        self._grouped.clear()
+
     def quantize(self, x_TK: torch.Tensor, encode_scale: torch.Tensor) -> Nvfp4Tensor:
         """As the linears."""
         return quantize_activation(x_TK, self.recipe, encode_scale)

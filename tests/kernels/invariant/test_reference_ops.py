@@ -292,3 +292,13 @@ def test_exp_and_log_are_the_stated_fp32_operations() -> None:
     y = ((y * m) * (m * m) + exponent * f(LN2_LOW)) - (m * m) * f(0.5)
     y = (m + y) + exponent * f(LN2_HIGH)
     assert same_bits(log(torch.from_numpy(positive)), torch.from_numpy(y))
+
+
+def test_a_prepared_weight_that_is_written_in_place_is_prepared_again() -> None:
+    """A refit of RL writes through `.data`, which no version counter sees."""
+    x, w = randn(5, 300), randn(40, 300, seed=1)
+    prepared = PreparedWeight(w)
+    matmul(x, prepared)
+    new = randn(40, 300, seed=2)
+    w.data.copy_(new)
+    assert torch.equal(matmul(x, prepared), matmul(x, new))
