@@ -352,9 +352,16 @@ def climb(chosen: list[Step], out: Path, jobs: int, timeout_s: float) -> list[di
                 over.add(running.pop(future))
                 results.append(future.result())
                 print(line(results[-1]), flush=True)
-                text = json.dumps(results, indent=1)
-                (out / "results.json").write_text(text + "\n", encoding="utf-8")
+                _keep(out / "results.json", results)
     return results
+
+
+def _keep(file: Path, results: list[dict[str, Any]]) -> None:
+    """Write the results of this call, and those of earlier calls in the same folder."""
+    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    new = {result["step"] for result in results}
+    kept = [result for result in old if result["step"] not in new]
+    file.write_text(json.dumps([*kept, *results], indent=1) + "\n", encoding="utf-8")
 
 
 def _path() -> str:
