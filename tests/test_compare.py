@@ -152,11 +152,14 @@ def test_statistics_of_routed_rows_know_tokens_and_no_order(new_trace: Any) -> N
     b.tensor("l.experts.1.up_proj", "input", x, routed=[0, 2, 4])
     a.tensor("l.experts.2.up_proj", "input", x, routed=[0, 2, 5])
     b.tensor("l.experts.2.up_proj", "input", x[:2], routed=[0, 2])
+    a.tensor("l.experts.3.up_proj", "input", torch.ones(6, dtype=torch.int64))
+    b.tensor("l.experts.3.up_proj", "input", torch.ones(6, dtype=torch.int32))
     rows = rows_of(a, b)
     assert rows.loc[("l.experts.0.up_proj", "input"), "bitwise_fraction"] == 1.0
-    reasons = [rows.loc[(f"l.experts.{e}.up_proj", "input"), "reason"] for e in (1, 2)]
+    reasons = [rows.loc[(f"l.experts.{e}.up_proj", "input"), "reason"] for e in (1, 2, 3)]
     assert "other tokens" in reasons[0]
     assert "(3, 8) and (2, 8)" in reasons[1]
+    assert "int64 and int32" in reasons[2]
 
 
 def test_one_side_with_statistics_only(new_trace: Any) -> None:

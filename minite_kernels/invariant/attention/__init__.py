@@ -32,10 +32,14 @@ def paged_attention(
 
     Sequence b owns queries query_start[b]:query_start[b + 1], its last ones: query i sits at
     position seq_lens[b] - num_queries + i and sees keys 0 up to itself. H is a multiple of Hkv.
+    The Triton kernel takes 16-bit tensors only: of FP32 it would make TF32.
     """
     if q_THD.shape[1] % k_cache.shape[2]:
         raise ValueError(f"{q_THD.shape[1]} query heads over {k_cache.shape[2]} key heads")
-    module = select("attention", __name__, impl, q_THD.device)
+    wide = (
+        None if q_THD.element_size() == 2 else f"its tensor cores take 16 bits, not {q_THD.dtype}"
+    )
+    module = select("attention", __name__, impl, q_THD.device, {"triton": wide})
     out: Tensor = module.paged_attention(
         q_THD, k_cache, v_cache, page_table_BP, query_start, seq_lens_B, scale
     )

@@ -8,7 +8,7 @@ import torch
 from data import matrix
 from torch import Tensor
 
-from minite_kernels.dispatch import Impl
+from minite_kernels.dispatch import Impl, ImplementationUnavailableError
 from minite_kernels.invariant.attention import attention, paged_attention
 from minite_kernels.invariant.log_softmax import log_softmax
 from minite_kernels.invariant.matmul import lm_head, matmul
@@ -76,6 +76,12 @@ def test_matmul_is_close_to_fp64_and_row_invariant(dtype: torch.dtype) -> None:
     ours = matmul(x, w, bias=w[:, 0], out_dtype=torch.float32, impl="triton")
     assert ((ours - exact).norm() / exact.norm()).item() < 1e-6
     assert same(lm_head(x[70:71], w, impl="triton"), lm_head(x, w, impl="triton")[70:71])
+
+
+def test_attention_of_fp32_would_be_tf32_and_is_refused() -> None:
+    q = k = v = matrix("normal", 4, 32).view(4, 1, 32)
+    with pytest.raises(ImplementationUnavailableError, match="16 bits"):
+        attention(q, k, v, torch.tensor([0, 4]), scale=0.2, impl="triton")
 
 
 def test_attention_phases_and_pages_give_the_same_bits() -> None:
