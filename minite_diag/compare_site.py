@@ -295,6 +295,8 @@ def _compare_statistics(mine: list[Piece], theirs: list[Piece]) -> dict[str, Any
         raise Unpaired(
             f"only statistics were kept, of shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
+    if a.dtype != b.dtype:
+        raise Unpaired(f"only statistics were kept, of {a.dtype} and {b.dtype}")
     if a.digest.rpartition("/")[0] != b.digest.rpartition("/")[0]:
         raise Unpaired("only statistics were kept, and other tokens came here")
     equal = a.digest == b.digest
