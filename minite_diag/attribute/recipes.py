@@ -309,10 +309,12 @@ def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> 
             side.read(STATIC, site),
             side.read(STATIC, Site(site.fqn, "weight_block_scale")),
         )
+        if codes is None or scale is None:
+            continue
         group = [name for name in plan.quantized if fused_group(name) == fused_group(site.fqn)]
         masters = [_master_weight(plan, side, name) for name in (site.fqn, *group)]
         weights = [weight for weight in masters if weight is not None]
-        if codes is None or scale is None or len(weights) < len(masters):
+        if len(weights) < len(masters):
             continue
         weight = weights[0]
         amax = torch.stack([found.abs().max().float() for found in weights[1:]]).max()

@@ -68,7 +68,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(run: Path) -> tuple[int, int]:
     """Ctrl-C in the second rung: the exit code, and when the first was compared."""
     command = [sys.executable, "-m", "minite_diag.cli", "align", str(run), *ALIGN]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background job's children ignore SIGINT: undo what this process may have inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     second = run / "align" / "2-attention"
     deadline = time.monotonic() + 300
     while not (second / "plan.json").exists() and time.monotonic() < deadline:
