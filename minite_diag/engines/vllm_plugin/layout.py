@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from minite_diag.engines.base import Layout, Part
+from minite_diag.engines.parallel_layers import partition_sizes
 from minite_diag.errors import EngineError
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -104,16 +105,6 @@ def build_layout(model: nn.Module) -> Layout:
     for layer in expert_layers(model):
         parts.update(_expert_parts(to_checkpoint(layer.name), layer))
     return Layout(parts)
-
-
-def partition_sizes(module: Any) -> list[int]:
-    """Output features of each fused part, of this rank."""
-    if hasattr(module, "total_num_kv_heads"):
-        query = int(module.num_heads) * int(module.head_size)
-        key = int(module.num_kv_heads) * int(module.head_size)
-        value = int(module.num_kv_heads) * int(getattr(module, "v_head_size", module.head_size))
-        return [query, key, value]
-    return [int(size) for size in module.output_partition_sizes]
 
 
 def _rows(parent: str, leaves: list[str], sizes: list[int]) -> Iterator[Part]:
