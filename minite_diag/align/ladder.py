@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from minite_diag.align.leave_one_out import leave_one_out
 from minite_diag.align.price import bare_price
-from minite_diag.align.rung import backward_of, changes_of, recipe_of, sides_of
+from minite_diag.align.rung import backward_of, changes_of, is_equal, recipe_of, sides_of
 from minite_diag.alignments.base import (
     application,
     check_needs,
@@ -106,9 +106,7 @@ def align(
 def _is_zero(summary: dict[str, Any]) -> bool:
     """Whether every log-probability and every compared tensor is bitwise equal, nothing missing."""
     return summary["verdict"] == "measured" and all(
-        pair["sites"]["compared"] == pair["sites"]["bitwise_equal"] > 0
-        and all(mode["equal"] == mode["tokens"] for mode in pair["logprob"].values())
-        for pair in summary["pairs"]
+        is_equal(pair) and pair["sites"]["bitwise_equal"] > 0 for pair in summary["pairs"]
     )
 
 

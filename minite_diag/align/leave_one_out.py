@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from minite_diag.align.rung import is_equal
 from minite_diag.alignments.base import known_alignments
 from minite_diag.attribute.causes import OPS
 from minite_diag.capture.runner import Report
@@ -52,16 +53,8 @@ def _row(name: str, summary: dict[str, Any]) -> dict[str, Any]:
         "sites": pair["sites"] if pair else None,
         "first_divergence": pair["first_divergence"] if pair else None,
         "causes": [{"code": c["code"], "where": c["where"], "text": c["text"]} for c in causes],
-        "attributed": None if _is_equal(pair) else _is_named(name, codes, pair),
+        "attributed": None if is_equal(pair) else _is_named(name, codes, pair),
     }
-
-
-def _is_equal(pair: dict[str, Any] | None) -> bool:
-    """Whether nothing came back: every log-probability and tensor is still bitwise equal."""
-    return pair is not None and (
-        pair["sites"]["compared"] == pair["sites"]["bitwise_equal"]
-        and all(mode["equal"] == mode["tokens"] for mode in pair["logprob"].values())
-    )
 
 
 def _is_named(name: str, codes: list[str], pair: dict[str, Any] | None) -> bool:

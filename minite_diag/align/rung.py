@@ -1,16 +1,25 @@
 """What a rung of the ladder changes: on which side, which setting or op, and what is left of W4A4.
 
-Knows plans and alignments; measures nothing. Invariant: a change is what the alignment's data and
+Knows plans, alignments and summaries; measures nothing. Invariant: a change is what the alignment's data and
 the rung's plan say, in the engines' own option names.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from minite_diag.alignments.base import EXPORT, Alignment, Application, application
 from minite_diag.plan import EngineSpec, Plan
 from minite_kernels.nvfp4.recipe import get_recipe
+
+
+def is_equal(pair: dict[str, Any] | None) -> bool:
+    """Whether every log-probability and every compared tensor of a pair is bitwise equal."""
+    return pair is not None and (
+        pair["sites"]["compared"] == pair["sites"]["bitwise_equal"]
+        and all(mode["equal"] == mode["tokens"] for mode in pair["logprob"].values())
+    )
 
 
 def sides_of(alignment: Alignment | None, plan: Plan) -> list[str]:

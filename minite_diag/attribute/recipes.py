@@ -312,12 +312,13 @@ def weight_samples(plan: Plan, side: Side, wanted: list[Site] | None = None) -> 
         if codes is None or scale is None:
             continue
         group = [name for name in plan.quantized if fused_group(name) == fused_group(site.fqn)]
-        masters = [_master_weight(plan, side, name) for name in (site.fqn, *group)]
-        weights = [weight for weight in masters if weight is not None]
-        if len(weights) < len(masters):
+        names = dict.fromkeys((site.fqn, *group))
+        read = {name: _master_weight(plan, side, name) for name in names}
+        masters = {name: weight for name, weight in read.items() if weight is not None}
+        if len(masters) < len(names):
             continue
-        weight = weights[0]
-        amax = torch.stack([found.abs().max().float() for found in weights[1:]]).max()
+        weight = masters[site.fqn]
+        amax = torch.stack([masters[name].abs().max().float() for name in group]).max()
         yield Sample(
             site.fqn,
             weight,

@@ -376,6 +376,23 @@ def call_rows(
     return [column[i] for i in range(length) for column in padded]
 
 
+def calls_by_number(own: Manifest, there: Iterable[int], word: str) -> dict[int, int]:
+    """Number of a dump's step -> the call that is named so; `word` is the dump's name for a step.
+
+    Raises UsageError for a call whose name is none of the numbers that are there.
+    """
+    numbers = sorted(there)
+    found = {}
+    for i, call in enumerate(own.calls):
+        if not call.name.isdigit() or int(call.name) not in numbers:
+            raise UsageError(
+                f"{own.where}: calls[{i}]: no {word} {call.name!r} in the dump",
+                f"name calls by the {word}s: {', '.join(map(str, numbers[:5]))}",
+            )
+        found[int(call.name)] = i
+    return found
+
+
 def read_tokens(folder: Path) -> list[tuple[ExternalSequence, int | None]]:
     """Sequences of FOLDER/tokens.jsonl in the order of the rows, each with its `step` if given."""
     file = folder / TOKENS_FILE

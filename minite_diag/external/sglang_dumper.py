@@ -21,7 +21,13 @@ import torch
 
 from minite_diag.errors import UsageError
 from minite_diag.external.join import Rank
-from minite_diag.external.manifest import FILE, Manifest, has_manifest, read_manifest
+from minite_diag.external.manifest import (
+    FILE,
+    Manifest,
+    calls_by_number,
+    has_manifest,
+    read_manifest,
+)
 from minite_diag.external.modules import (
     TABLES,
     HeadCounts,
@@ -94,7 +100,8 @@ def read_sglang_dump(folder: Path, counts: HeadCounts) -> ImportedSide:
     dumps = _list(experiments[0])
     left_out: dict[str, str] = {}
     if own is not None and own.calls:
-        steps = steps_of(list(own.calls), list(own.sequences), _named_steps(own, dumps))
+        named = calls_by_number(own, {dumped.step for dumped in dumps}, "step")
+        steps = steps_of(list(own.calls), list(own.sequences), named)
     else:
         steps = read_steps(dumps, left_out)
     manifest = _manifest(folder, own, dumps, steps.calls)
@@ -125,20 +132,6 @@ def _producer(first: Dumped) -> str:
     meta = first.load()["meta"]
     found = [k.removesuffix("_parallel_info") for k in meta if str(k).endswith("_parallel_info")]
     return f"{' and '.join(found) or 'a program'} with SGLang's dumper"
-
-
-def _named_steps(own: Manifest, dumps: list[Dumped]) -> dict[int, int]:
-    """Step -> call, whose name is the step's number."""
-    there = {dumped.step for dumped in dumps}
-    steps = {}
-    for i, call in enumerate(own.calls):
-        if not call.name.isdigit() or int(call.name) not in there:
-            raise UsageError(
-                f"{own.where}: calls[{i}]: no step {call.name!r} in the dump",
-                f"name calls by the steps: {', '.join(map(str, sorted(there)[:5]))}",
-            )
-        steps[int(call.name)] = i
-    return steps
 
 
 def _manifest(

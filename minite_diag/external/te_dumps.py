@@ -29,6 +29,7 @@ from minite_diag.external.manifest import (
     FILE,
     TOKENS_FILE,
     Manifest,
+    calls_by_number,
     has_manifest,
     read_manifest,
     read_tokens,
@@ -134,7 +135,11 @@ def read_te_dumps(folder: Path, counts: HeadCounts) -> ImportedSide:
     left_out: dict[str, str] = {}
     iterations = sorted({file.iteration for file in files})
     if own is not None and own.calls:
-        sequences, calls, steps = list(own.sequences), list(own.calls), _named(own, iterations)
+        sequences, calls, steps = (
+            list(own.sequences),
+            list(own.calls),
+            calls_by_number(own, iterations, "iteration"),
+        )
     else:
         sequences, calls, steps = _tokens(folder, iterations)
     manifest = _manifest(folder, own, files, calls)
@@ -189,19 +194,6 @@ def _files(root: Path) -> Iterator[DumpFile]:
                 match = _FILE.fullmatch(path.name)
                 if match:
                     yield DumpFile(path, int(rank[1]), int(iteration[1]), match[1], match[2])
-
-
-def _named(own: Manifest, iterations: list[int]) -> dict[int, int]:
-    """Iteration -> call, whose name is its number."""
-    found = {}
-    for i, call in enumerate(own.calls):
-        if not call.name.isdigit() or int(call.name) not in iterations:
-            raise UsageError(
-                f"{own.where}: calls[{i}]: no iteration {call.name!r} in the dump",
-                f"name calls by the iterations: {', '.join(map(str, iterations[:5]))}",
-            )
-        found[int(call.name)] = i
-    return found
 
 
 def _tokens(
